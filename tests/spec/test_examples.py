@@ -1,0 +1,97 @@
+"""The spec files in configs/: each validates, says what it claims, and fits the memory of the machine it names."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from trtspec.cli import main
+from trtspec.errors import TrtspecError
+from trtspec.spec.gpus import GPUS
+from trtspec.spec.load import load_spec
+from trtspec.spec.schema import ModelRef
+from trtspec.trtllm.support import require_buildable
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+EXAMPLES = sorted(path.name for path in CONFIGS.glob("*.yaml"))
+
+# file -> (method, gpu, number of GPUs, track, what `build` lacks)
+CLAIMS = {
+    "quickstart.yaml": ("draft_target", "cpu", 1, "engine", None),
+    "llama-3.1-70b-draft-8b-h100.yaml": ("draft_target", "H100-SXM", 4, "engine", "the compile step"),
+    "llama-3.1-70b-draft-1b-h100.yaml": ("draft_target", "H100-SXM", 2, "engine", "the compile step"),
+    "llama-3.1-8b-medusa-a100.yaml": ("medusa", "A100-80GB", 1, "engine", "method medusa is not built yet"),
+    "mixtral-8x7b-h100.yaml": ("ngram", "H100-SXM", 2, "engine", "method ngram is not built yet"),
+    "deepseek-v3-mtp-llmapi.yaml": ("mtp", "H200", 8, "llmapi", "track llmapi"),
+    "llama-3.1-70b-early-exit-32.yaml": ("early_exit", "H100-SXM", 4, "engine", "method early_exit is not built yet"),
+    "llama-cascade-1b-8b-70b.yaml": ("cascade", "H100-SXM", 4, "engine", "method cascade is not built yet"),
+}
+# Billions of parameters, and bytes of a bf16 KV cache for one token, from the published configs.
+SIZES = {
+    "meta-llama/Llama-3.1-70B-Instruct": (70.6, 320 * 1024),
+    "meta-llama/Llama-3.1-8B-Instruct": (8.0, 128 * 1024),
+    "meta-llama/Llama-3.2-1B-Instruct": (1.24, 32 * 1024),
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": (46.7, 128 * 1024),
+    "deepseek-ai/DeepSeek-V3": (685.0, 61 * 576 * 2 * 8),  # latent cache, whole on each of the eight GPUs
+}
+
+
+def test_every_example_is_claimed() -> None:
+    assert set(CLAIMS) == set(EXAMPLES)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_validates_and_is_what_it_claims(name: str) -> None:
+    result = CliRunner().invoke(main, ["config", "validate", str(CONFIGS / name)])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.splitlines()[-1] == f"{CONFIGS / name}: valid"
+    spec = load_spec(CONFIGS / name)
+    method, gpu, gpus, track, _ = CLAIMS[name]
+    assert (spec.speculation.method, spec.hardware.gpu, spec.hardware.total_gpus, spec.engine.track) == (
+        method,
+        gpu,
+        gpus,
+        track,
+    )
+    assert spec.engines_dir.parent == CONFIGS.parent / "engines"
+    assert spec.model_repo_dir.parent == CONFIGS.parent / "model_repo"
+    assert spec.prompts_path.is_file()
+    assert (CONFIGS / name).read_text().startswith("# ")
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if CLAIMS[name][4]])
+def test_a_build_of_what_is_missing_is_refused_and_says_what_works(name: str) -> None:
+    with pytest.raises(TrtspecError) as caught:
+        require_buildable(load_spec(CONFIGS / name))
+    assert str(CLAIMS[name][4]) in str(caught.value)
+    assert "this release builds methods draft_target and none, on track engine with runtime torch" in str(caught.value)
+
+
+def test_the_quickstart_can_be_built_and_names_the_installed_model() -> None:
+    spec = load_spec(CONFIGS / "quickstart.yaml")
+    require_buildable(spec)
+    package = find_spec(spec.target.model.removeprefix("package:"))
+    assert package and package.origin and spec.target.gguf_file
+    assert (Path(package.origin).parent / spec.target.gguf_file).is_file()
+    assert {model.dtype for model in spec.models.values()} == {"float32"}
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "quickstart.yaml"])
+def test_an_example_fits_its_gpus(name: str) -> None:
+    """Weights and a full KV cache for max_batch_size sequences leave at least a fifth of every GPU free."""
+    spec = load_spec(CONFIGS / name)
+    tokens = spec.engine.max_batch_size * spec.engine.max_seq_len
+
+    def gigabytes(model: ModelRef, part: float = 1.0) -> float:
+        parameters, cache = SIZES[model.model]
+        weights = parameters * (1 if model.quantization == "fp8" else 2)
+        cache_bytes = cache / (2 if model.kv_cache_dtype == "fp8" else 1)
+        return part * (weights + tokens * cache_bytes / 1e9) / model.tensor_parallel
+
+    needed = sum(gigabytes(model) for model in spec.models.values())
+    if spec.speculation.early_exit:
+        needed += gigabytes(spec.target, spec.speculation.early_exit.layer / 80)
+    assert needed < 0.8 * GPUS[spec.hardware.gpu].memory_gb
