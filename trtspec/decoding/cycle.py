@@ -1,0 +1,111 @@
+"""The decoding cycle: propose, verify, learn, commit.
+
+`generate` is the one loop that every method and every runtime goes through. It knows a drafter by two methods
+and a verifier by one; not models, engines or servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from .engine_call import Cancelled
+from .generation import Block, FinishReason, Generation
+from .request import Request
+from .verify import NO_PROPOSAL, Proposal, Verification
+
+__all__ = [
+    "Block",
+    "Drafter",
+    "FinishReason",
+    "Generation",
+    "NoDrafter",
+    "Proposal",
+    "Request",
+    "Verification",
+    "Verifier",
+    "generate",
+    "propose",
+]
+
+
+def generate(
+    request: Request,
+    drafter: Drafter | None,
+    verifier: Verifier,
+    *,
+    decode: Callable[[list[int]], str] | None = None,
+    continuation_ids: Sequence[int] = (),
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Iterator[Block]:
+    """Continue a prompt, block by block; the last block, and only it, has a finish reason.
+
+    Args:
+        request: the prompt and how to continue it.
+        drafter: proposes tokens; None for plain decoding. Whatever it proposes or raises, the text keeps the target's
+            distribution.
+        verifier: the target. What it raises ends the generation, except `Cancelled`.
+        decode: token ids to text; without it blocks carry ids only.
+        continuation_ids: see `detokenize.continuation_ids`.
+        cancelled: asked before every engine call; once it says yes there is no further call.
+    """
+    generation = Generation(request, decode, continuation_ids, cancelled, may_draft=drafter is not None)
+    drafter = drafter or NoDrafter()
+    try:
+        while generation.finish_reason is None:
+            proposal = propose(generation, drafter)  # as many draft tokens as there is room for, perhaps none
+            verification = verifier.verify(generation, proposal)  # accepted drafts, then the target's own token
+            drafter.learn(verification)
+            yield generation.commit(proposal, verification)  # end ids, stop strings, lengths, text, counters
+    except Cancelled:
+        yield generation.cancel()
+
+
+class Drafter(Protocol):
+    """Whatever proposes: a draft model, heads, an early exit, an n-gram table, a cascade."""
+
+    def propose(self, generation: Generation, num_draft_tokens: int) -> Proposal:
+        """At most `num_draft_tokens` tokens to follow `generation.context`; none is allowed."""
+
+    def learn(self, verification: Verification) -> None:
+        """What became of the last proposal; also called after a cycle without one."""
+
+
+class NoDrafter:
+    """Proposes nothing: plain decoding."""
+
+    def propose(self, generation: Generation, num_draft_tokens: int) -> Proposal:
+        """Nothing."""
+        return NO_PROPOSAL
+
+    def learn(self, verification: Verification) -> None:
+        """Nothing to learn."""
+
+
+class Verifier(Protocol):
+    """The target."""
+
+    def verify(self, generation: Generation, proposal: Proposal) -> Verification:
+        """The accepted drafts and one own token; `generation.num_new_tokens(0)` own tokens when nothing is proposed.
+
+        Calls `generation.raise_if_cancelled()` before it starts anything expensive.
+        """
+
+
+def propose(generation: Generation, drafter: Drafter) -> Proposal:
+    """Ask the drafter for as many tokens as there is room for; whatever goes wrong there, the target goes on alone."""
+    generation.raise_if_cancelled()
+    room = generation.draft_room
+    if room == 0:
+        return NO_PROPOSAL
+    try:
+        proposal = drafter.propose(generation, room)
+        if len(proposal.tokens) > room:
+            raise ValueError(f"the drafter proposed {len(proposal.tokens)} tokens where {room} were asked for")
+    except Cancelled:
+        raise
+    except Exception as error:
+        generation.draft_failed(error)
+        return NO_PROPOSAL
+    generation.draft_succeeded(len(proposal.tokens))
+    return proposal

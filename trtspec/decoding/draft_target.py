@@ -1,0 +1,157 @@
+"""A draft model and a target model, each behind an engine call, as drafter and verifier.
+
+Used in process and in the BLS model alike: the same request gives the same calls, so the same text. Knows engines by
+`EngineCall` alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .cycle import Generation, Proposal
+from .engine_call import EngineCall, EngineError, EngineRequest, EngineResult
+from .sampling import SamplingParams, derive_seed
+from .verify import Verification
+
+AcceptanceMode = Literal["auto", "logits", "tokens"]
+
+
+class DraftModel:
+    """Drafter: a small model of the target's vocabulary.
+
+    Args:
+        call: the draft engine.
+        acceptance: `logits`: sampled requests draw their drafts and send the draft's logits along; a draft engine that
+            does not return them is an error. `tokens`: the draft is always greedy, and only ids are sent. `auto`: as
+            `logits` where the engine returns them, ids where not. Greedy requests send ids only.
+    """
+
+    def __init__(self, call: EngineCall, acceptance: AcceptanceMode = "auto") -> None:
+        self._call = call
+        self._acceptance = acceptance
+
+    def propose(self, generation: Generation, num_draft_tokens: int) -> Proposal:
+        """Continue the context with the draft model."""
+        sampling = generation.request.sampling
+        drawn = not sampling.greedy and self._acceptance != "tokens"
+        if not drawn:
+            sampling = replace(sampling, temperature=0.0)
+        # Hashed with the position, not counted up from it: numbers of drafts that came to nothing are not used again.
+        seed = derive_seed(sampling.seed, 0, f"draft from {len(generation.context)}")
+        request = _engine_request(generation, num_draft_tokens, replace(sampling, seed=seed))
+        if drawn:
+            request = replace(_without_end_ids(request, generation.request.end_ids), return_generation_logits=True)
+        generation.raise_if_cancelled()
+        result = self._call(request)
+        tokens = _checked(result, num_draft_tokens, "draft")
+        if not drawn or (result.generation_logits is None and self._acceptance == "auto"):
+            return Proposal(tokens)
+        return Proposal(tokens, _draft_logits(result, num_draft_tokens, generation.request.end_ids))
+
+    def learn(self, verification: Verification) -> None:
+        """Nothing: the engine finds the common beginning of the next context by itself."""
+
+
+class Target:
+    """Verifier: the model whose output counts.
+
+    Args:
+        call: the target engine.
+    """
+
+    def __init__(self, call: EngineCall) -> None:
+        self._call = call
+
+    def verify(self, generation: Generation, proposal: Proposal) -> Verification:
+        """One engine call: a verification, or plain decoding when nothing is proposed."""
+        drafts = proposal.tokens
+        max_new_tokens = generation.num_new_tokens(len(drafts))
+        sampling = generation.request.sampling
+        seed = derive_seed(sampling.seed, len(generation.context), "target")
+        request = replace(
+            _engine_request(generation, max_new_tokens, replace(sampling, seed=seed)),
+            draft_tokens=drafts if len(drafts) else None,
+            draft_logits=proposal.logits,
+            return_log_probs=generation.request.return_log_probs,
+        )
+        generation.raise_if_cancelled()
+        result = self._call(request)
+        tokens = _checked(result, max_new_tokens, "target")
+
+        # An own token never equals the draft it replaces, so the common beginning is what was accepted.
+        shared = min(len(tokens), len(drafts))
+        num_accepted = int(np.cumprod(tokens[:shared] == drafts[:shared]).sum())
+        expected = num_accepted + 1 if len(drafts) else max_new_tokens
+        return Verification(
+            tokens=tuple(tokens.tolist()),
+            num_accepted=num_accepted,
+            log_probs=_log_probs(result, len(tokens)) if generation.request.return_log_probs else None,
+            ended=len(tokens) < expected,
+        )
+
+
+def _without_end_ids(request: EngineRequest, end_ids: tuple[int, ...]) -> EngineRequest:
+    """The draft call that never ends early.
+
+    Engines leave an end id out of the answer, and its logits with it. A drawn proposal that is short for that reason
+    gives away what was drawn next, and the output would no longer follow the target. Nothing is lost: the target finds
+    the end by itself in the same cycle.
+    """
+    return replace(
+        request,
+        min_new_tokens=request.max_new_tokens,
+        bad_words=request.bad_words + tuple((token,) for token in end_ids[1:]),
+    )
+
+
+def _draft_logits(result: EngineResult, num_draft_tokens: int, end_ids: tuple[int, ...]) -> NDArray[np.float32]:
+    """[k, V], the logits that all the tokens were drawn from: end ids were banned."""
+    logits = result.generation_logits
+    if logits is None or len(result.output_ids) != num_draft_tokens or len(logits) != num_draft_tokens:
+        rows = "no" if logits is None else len(logits)
+        raise EngineError(
+            f"the draft engine returned {len(result.output_ids)} tokens and {rows} rows of generation logits;"
+            f" expected {num_draft_tokens} of each; build it with generation logits, or accept by tokens"
+        )
+    logits = np.array(logits, dtype=np.float32)
+    logits[:, [token for token in end_ids if token < logits.shape[1]]] = -np.inf
+    return logits
+
+
+def _engine_request(generation: Generation, max_new_tokens: int, sampling: SamplingParams) -> EngineRequest:
+    """One call after the context; draft and target get the same rule, or q would not be what p is compared with."""
+    request = generation.request
+    before_min = max(0, request.min_tokens - generation.num_generated)
+    other_end_ids = tuple((token,) for token in request.end_ids[1:])  # an engine knows one end id
+    return EngineRequest(
+        input_ids=generation.context,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        end_id=request.end_ids[0] if request.end_ids else None,
+        stop_sequences=other_end_ids,
+        bad_words=request.bad_words + (other_end_ids if before_min else ()),
+        embedding_bias=request.embedding_bias,
+        min_new_tokens=min(before_min, max_new_tokens),
+    )
+
+
+def _checked(result: EngineResult, max_new_tokens: int, role: str) -> NDArray[np.int32]:
+    tokens = np.asarray(result.output_ids)
+    if tokens.ndim != 1 or len(tokens) > max_new_tokens:
+        raise EngineError(
+            f"the {role} engine returned ids of shape {list(tokens.shape)};"
+            f" expected at most {max_new_tokens} new tokens, without the input"
+        )
+    if len(tokens) and (tokens.dtype.kind not in "iu" or tokens.min() < 0):
+        raise EngineError(f"the {role} engine returned {tokens[:8].tolist()}, which are not token ids")
+    return tokens.astype(np.int32, copy=False)
+
+
+def _log_probs(result: EngineResult, num_tokens: int) -> tuple[float, ...]:
+    if result.log_probs is None or len(result.log_probs) != num_tokens:
+        raise EngineError(f"the target engine did not return one log probability for each of {num_tokens} tokens")
+    return tuple(float(value) for value in result.log_probs)

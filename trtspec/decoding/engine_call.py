@@ -1,0 +1,61 @@
+"""What the decoding core asks of an engine, and what it gets back.
+
+An engine is anything that takes an `EngineRequest` and returns an `EngineResult`: the torch runtime in this process,
+or a model behind Triton. This module knows neither; deadlines, retries and transport are the caller's matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .sampling import GREEDY, SamplingParams
+
+
+class EngineError(RuntimeError):
+    """An engine answered, but not with what was asked for."""
+
+
+class Cancelled(Exception):
+    """The caller no longer wants the answer; raised instead of making another engine call."""
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """One call of an engine: generate after `input_ids`, or verify `draft_tokens` in one pass.
+
+    A verification call sets `draft_tokens` (length k) and `max_new_tokens` = k + 1; it is answered by the accepted
+    drafts and one token of the engine's own, or fewer when an end id comes first.
+    """
+
+    input_ids: NDArray[np.int32]  # [L], the whole context: prompt and everything emitted so far
+    max_new_tokens: int
+    sampling: SamplingParams = GREEDY
+    end_id: int | None = None
+    stop_sequences: tuple[tuple[int, ...], ...] = ()  # token ids; matched on new tokens only, kept in the output
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids; the last one is banned where the ones before it match
+    embedding_bias: NDArray[np.float32] | None = None  # [V], added to the logits
+    draft_tokens: NDArray[np.int32] | None = None  # [k]
+    draft_logits: NDArray[np.float32] | None = None  # [k, V], as the draft model gave them, nothing applied
+    min_new_tokens: int = 0  # `end_id` has probability 0 before that many new tokens
+    return_generation_logits: bool = False
+    return_log_probs: bool = False
+
+
+@dataclass(frozen=True)
+class EngineResult:
+    """The answer to an `EngineRequest`."""
+
+    output_ids: NDArray[np.int32]  # [n], new tokens only; an end id or stop sequence that ended the call is the last
+    generation_logits: NDArray[np.float32] | None = None  # [n, V], as the model gave them, nothing applied
+    log_probs: NDArray[np.float32] | None = None  # [n], natural logarithm
+    num_draft_tokens: int = 0  # of a verification call
+    num_accepted: int = 0  # of a verification call
+    reused_tokens: int = 0  # context tokens that were found in the KV cache
+
+
+EngineCall = Callable[[EngineRequest], EngineResult]
+"""Runs one request to its end. Raises whatever the transport raises: time-outs, broken connections, EngineError."""

@@ -1,0 +1,189 @@
+"""The state of one request: what was emitted, why it ended, what may come next, and the counters.
+
+Everything that ends or limits an answer is decided here. Knows tokens, text and lengths; not how tokens come about.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .acceptance import Acceptance
+from .detokenize import Detokenizer
+from .engine_call import Cancelled
+from .limits import clamp_num_draft_tokens, emission_limit
+from .request import Request
+from .stop import StopStrings
+from .verify import Proposal, Verification
+
+FinishReason = Literal["stop", "length", "cancelled"]
+_MAX_DRAFT_ERRORS = 2  # in a row; each may have cost a whole time-out
+
+
+@dataclass(frozen=True)
+class Block:
+    """What one cycle adds to the answer; what a stream sends."""
+
+    text: str  # may be empty while a character or a stop string is still open
+    token_ids: tuple[int, ...]  # without end ids
+    log_probs: tuple[float, ...] | None  # one a token id, when asked for
+    finish_reason: FinishReason | None  # set in the last block, and only there
+    generation: Generation = field(repr=False)  # text, ids and counters of the whole generation so far
+
+
+class Generation:
+    """State of one request: what was emitted, why it ended, and the counters.
+
+    Attributes:
+        request: the request.
+        text: emitted so far, without stop strings.
+        finish_reason: None while running.
+        acceptance: counters.
+        fallbacks: cycles that the target made without drafts, by reason: `draft_error`, `draft_empty`, `draft_context`
+            (its context is full), `draft_given_up` (too many errors before).
+        draft_error: what the drafter raised last.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        decode: Callable[[list[int]], str] | None = None,
+        continuation_ids: Sequence[int] = (),
+        cancelled: Callable[[], bool] = lambda: False,
+        *,
+        may_draft: bool = True,
+    ) -> None:
+        if request.stop_strings and decode is None:
+            raise ValueError("stop_strings: given without a decoder to find them in the text")
+        self.request = request
+        self.text = ""
+        self.finish_reason: FinishReason | None = None
+        self.acceptance = Acceptance()
+        self.fallbacks: Counter[str] = Counter()
+        self.draft_error: Exception | None = None
+        self._detokenizer = Detokenizer(decode or (lambda ids: ""), continuation_ids)
+        self._stop = StopStrings(request.stop_strings)
+        self._cancelled = cancelled
+        self._may_draft = may_draft and request.num_draft_tokens > 0
+        self._draft_errors_in_a_row = 0
+        prompt: NDArray[np.int32] = request.prompt_ids  # type: ignore[assignment]  # Request made it one
+        self._prompt_length = self._length = len(prompt)
+        self._ids = np.concatenate([prompt, np.zeros(self._emission_limit, dtype=np.int32)])
+
+    @property
+    def context(self) -> NDArray[np.int32]:
+        """[L], prompt and output so far; not to be written to."""
+        return self._ids[: self._length]
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """[n], output so far, without end ids."""
+        return self._ids[self._prompt_length : self._length]
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of output so far."""
+        return self._length - self._prompt_length
+
+    @property
+    def draft_room(self) -> int:
+        """Draft tokens that the next cycle has room for."""
+        if not self._may_draft or self._gave_up:
+            return 0
+        return clamp_num_draft_tokens(
+            self.request.num_draft_tokens, self._length, self._cycle_limit, self.request.draft_context
+        )
+
+    def num_new_tokens(self, num_drafted: int) -> int:
+        """Tokens to ask of the target in the next call, given the number of draft tokens it will verify.
+
+        Without drafts it is a chunk; but just one token when the next cycle may draft again.
+        """
+        if num_drafted or self.draft_room:
+            return num_drafted + 1
+        return min(self.request.plain_chunk_tokens, self._cycle_limit)
+
+    @property
+    def _emission_limit(self) -> int:
+        request = self.request
+        return emission_limit(self.num_generated, request.max_tokens, self._length, request.target_context)
+
+    @property
+    def _cycle_limit(self) -> int:
+        # An engine knows one end id and when to allow it. The others are banned like bad words, for a whole call: no
+        # call may reach over min_tokens.
+        until_min = self.request.min_tokens - self.num_generated
+        if until_min > 0 and len(self.request.end_ids) > 1:
+            return min(self._emission_limit, until_min)
+        return self._emission_limit
+
+    @property
+    def _gave_up(self) -> bool:
+        return self._draft_errors_in_a_row >= _MAX_DRAFT_ERRORS
+
+    def draft_failed(self, error: Exception) -> None:
+        """Note that the drafter raised; after two times in a row it is not asked again."""
+        self.draft_error = error
+        self._draft_errors_in_a_row += 1
+        self.fallbacks["draft_error"] += 1
+
+    def draft_succeeded(self, num_drafted: int) -> None:
+        """Note that the drafter answered."""
+        self._draft_errors_in_a_row = 0
+        if num_drafted == 0:
+            self.fallbacks["draft_empty"] += 1
+
+    def raise_if_cancelled(self) -> None:
+        """Raises Cancelled when the caller no longer wants the answer."""
+        if self._cancelled():
+            raise Cancelled
+
+    def commit(self, proposal: Proposal, verification: Verification) -> Block:
+        """Take the verified tokens up to the first that ends the generation, and make them text."""
+        self._count(len(proposal.tokens), verification)
+        text, taken = "", 0
+        for token in verification.tokens:
+            if token in self.request.end_ids:
+                self.finish_reason = "stop"
+                break
+            self._ids[self._length] = token
+            self._length += 1
+            taken += 1
+            text += self._stop.push(self._detokenizer.push([token]))
+            if self._stop.stopped:
+                self.finish_reason = "stop"
+                break
+            if self._emission_limit == 0:
+                self.finish_reason = "length"
+                break
+        else:
+            if verification.ended or not verification.tokens:  # an end id that the engine did not show
+                self.finish_reason = "stop"
+        log_probs = None if verification.log_probs is None else verification.log_probs[:taken]
+        return self._block(text, verification.tokens[:taken], log_probs)
+
+    def cancel(self) -> Block:
+        """End here."""
+        self.finish_reason = "cancelled"
+        return self._block("", (), () if self.request.return_log_probs else None)
+
+    def _block(self, text: str, token_ids: tuple[int, ...], log_probs: tuple[float, ...] | None) -> Block:
+        if self.finish_reason is not None and not self._stop.stopped:
+            text += self._stop.push(self._detokenizer.flush()) + self._stop.flush()
+        self.text += text
+        return Block(text, token_ids, log_probs, self.finish_reason, self)
+
+    def _count(self, num_drafted: int, verification: Verification) -> None:
+        if num_drafted:
+            self.acceptance.add_step(num_drafted, verification.num_accepted, len(verification.tokens))
+            return
+        self.acceptance.add_plain(len(verification.tokens))
+        if self._may_draft and self._gave_up:
+            self.fallbacks["draft_given_up"] += 1
+        elif self._may_draft and self.request.draft_context is not None and self._length >= self.request.draft_context:
+            self.fallbacks["draft_context"] += 1
