@@ -155,7 +155,7 @@ def test_byte_level_deltas_joined_are_the_whole(known, ids, sizes):
 sentencepiece_text = st.lists(st.sampled_from("a \u806a\u6f22\U0001f923é\u00bf."), max_size=30)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=sentencepiece_text, as_bytes=st.lists(st.booleans(), min_size=30, max_size=30), sizes=sizes)
 @pytest.mark.parametrize("known", [True, False])
 def test_sentencepiece_deltas_joined_are_the_whole(known, text, as_bytes, sizes):
@@ -168,7 +168,7 @@ def test_sentencepiece_deltas_joined_are_the_whole(known, text, as_bytes, sizes)
     assert "".join(deltas) + rest == SENTENCEPIECE.decode(ids)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=40), sizes=sizes)
 def test_valid_text_never_shows_a_replacement(text, sizes):
     deltas, rest = stream(

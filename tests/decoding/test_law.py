@@ -106,7 +106,7 @@ def reference_distribution(request, row, context, num_generated):
 
 
 @pytest.mark.parametrize("acceptance", ["logits", "tokens"])
-@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3])
+@pytest.mark.parametrize("num_draft_tokens", [1, 2])
 @pytest.mark.parametrize("rule", RULES)
 def test_outputs_follow_the_target(rule, num_draft_tokens, acceptance):
     request = Request([1, 0, 2], 3, sampling=RULES[rule], num_draft_tokens=num_draft_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from scipy.special import log_softmax, softmax
@@ -185,13 +185,14 @@ def plain_reference(logits, params):
     scale=st.sampled_from([0.0, 0.3, 3.0]),
 )
 def test_cuts_agree_with_a_full_sort(seed, vocab, top_k, top_p, min_p, scale):
+    # of equal weights a nucleus may hold exactly top_p, up to rounding: then either size is right
+    share = top_p * min(vocab, top_k or vocab)
+    assume(scale > 0 or top_p == 1.0 or abs(share - round(share)) > 1e-6)
     logits = np.random.default_rng(seed).standard_normal(vocab) * scale
     params = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
     probs = probabilities(logits, params)
     assert probs.dtype == np.float64
     assert probs.sum() == pytest.approx(1.0, abs=1e-12)
-    if top_p * vocab % 1 == 0 and scale == 0.0:
-        return  # the mass of the nucleus is top_p exactly, up to rounding: either size is right
     np.testing.assert_allclose(probs, plain_reference(logits, params), atol=1e-12)
 
 
@@ -230,12 +231,11 @@ def test_log_probability_is_that_of_the_softmax():
         assert log_probability(row, token) == pytest.approx(log_softmax(row.astype(np.float64))[token])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from([0.0, 0.0, 1e-300, 1e-9, 0.1, 0.5, 1.0]), min_size=1, max_size=9), st.floats(0, 1))
 def test_a_draw_is_never_an_id_of_probability_zero(weights, u):
     weights = np.array(weights)
-    if not weights.sum():
-        return
+    assume(weights.sum() > 0)
     for quantile in (0.0, min(u, 1 - 2**-53), 1 - 2**-53):
         assert weights[sample(weights, quantile)] > 0
 

@@ -43,7 +43,7 @@ def first_complete(strings, text):
     return text, False
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     strings=st.lists(st.text("ab.", min_size=1, max_size=4), max_size=3),
     pieces=st.lists(st.text("ab.", max_size=5), max_size=8),
@@ -53,7 +53,7 @@ def test_how_the_text_is_cut_does_not_matter(strings, pieces):
     assert ("".join(deltas) + rest, stopped) == first_complete(strings, "".join(pieces))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     strings=st.lists(st.text("ab.", min_size=1, max_size=4), max_size=3),
     pieces=st.lists(st.text("ab.", max_size=5), max_size=8),
