@@ -1,0 +1,94 @@
+"""Showing a build while it runs: bars on a terminal, plain lines elsewhere.
+
+Knows names, fractions and outcomes of steps, not what they do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from trtspec.build.graph import CACHED, Observer, Outcome
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+_QUIET_SECONDS = 10.0  # plain lines: at most one a step in so many seconds
+
+
+class Lines:
+    """Plain lines, for files and pipes.
+
+    Args:
+        echo: prints one line.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, echo: Callable[[str], None] = click.echo, clock: Callable[[], float] = time.monotonic) -> None:
+        self._echo = echo
+        self._clock = clock
+        self._running = ""
+        self._last = 0.0
+
+    def started(self, name: str, reason: str) -> None:
+        self._running, self._last = name, self._clock()
+        self._echo(f"{name}: {reason}")
+
+    def advance(self, fraction: float) -> None:
+        if self._clock() - self._last >= _QUIET_SECONDS:
+            self._last = self._clock()
+            self._echo(f"{self._running}: {fraction:.0%}")
+
+    def note(self, text: str) -> None:
+        self._echo(f"{self._running}: note: {text}")
+
+    def finished(self, outcome: Outcome) -> None:
+        self._echo(_ending(outcome))
+
+
+class Bars:
+    """One bar for the running step, and a line for each that has ended."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._running = ""
+        self._task: TaskID | None = None
+
+    def started(self, name: str, reason: str) -> None:
+        self._running = name
+        self._task = self._progress.add_task(f"{name} ({reason})", total=None)
+
+    def advance(self, fraction: float) -> None:
+        if self._task is not None:
+            self._progress.update(self._task, total=1.0, completed=fraction)
+
+    def note(self, text: str) -> None:
+        self._progress.console.print(f"{self._running}: note: {text}", markup=False, highlight=False)
+
+    def finished(self, outcome: Outcome) -> None:
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+            self._task = None
+        self._progress.console.print(_ending(outcome), markup=False, highlight=False)
+
+
+def _ending(outcome: Outcome) -> str:
+    took = "" if outcome.status == CACHED else f" in {outcome.seconds:.1f} s"
+    return f"{outcome.name}: {outcome.status}{took}"
+
+
+@contextmanager
+def observer(is_terminal: bool) -> Iterator[Observer]:
+    """Bars where someone watches, lines otherwise, for the length of a `with` block."""
+    if not is_terminal:
+        yield Lines()
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, transient=True) as progress:
+        yield Bars(progress)
