@@ -1,0 +1,162 @@
+"""`trtspec serve`: the Triton server on a built repository, in the foreground or detached."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+
+from trtspec.cli.common import config_argument, load, set_option
+
+if TYPE_CHECKING:
+    from trtspec.spec.schema import Spec
+    from trtspec.triton.server_state import ServerState
+
+SUPERVISOR_LOG = "serve.log"
+_READY = "ready:"
+_PORT = click.IntRange(1, 65535)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@click.command()
+@config_argument
+@set_option
+@click.option("--detach", is_flag=True, help="Return when the server is ready; end it with trtspec stop CONFIG.")
+@click.option("--host", help="Address to listen on [default: 127.0.0.1, this machine only].")
+@click.option("--http-port", type=_PORT, help="Port of HTTP [default: 8000].")
+@click.option("--grpc-port", type=_PORT, help="Port of gRPC [default: 8001].")
+@click.option("--metrics-port", type=_PORT, help="Port of the Prometheus metrics [default: 8002].")
+def serve(config: Path, overrides: tuple[str, ...], detach: bool, **serving: str | int | None) -> None:
+    """Start the Triton server on the repository that `trtspec build CONFIG` wrote.
+
+    Returns 0 after Ctrl-C or trtspec stop, 1 if the server does not start or dies.
+    """
+    overrides += tuple(f"serving.{key}={value}" for key, value in serving.items() if value is not None)
+    spec = load(config, overrides)
+    if detach:
+        _serve_detached(spec, config, overrides)
+    else:
+        _serve(spec)
+
+
+def _serve(spec: Spec) -> None:
+    from trtspec.triton.server import LocalServer, ServerFailed
+
+    server = LocalServer.from_spec(spec)
+    try:
+        with _stop_signals():
+            try:
+                server.start()
+                click.echo(f"starting the Triton server on {server.model_repo} (log: {server.log})")
+                stats = server.wait_ready()
+                if spec.default_num_draft_tokens and not stats.drafted:
+                    click.echo(f"warning: no draft was proposed at the first request; see {server.log}", err=True)
+                click.echo(f"{_READY} {_address(server.state)}")
+                click.echo("Ctrl-C stops it")
+                server.supervise(click.echo)
+                click.echo("stopped")
+            except _StopRequested:
+                click.echo("stopping")
+            finally:
+                _ignore_stop_signals()
+                server.stop()
+    except ServerFailed as failure:
+        for line in failure.log_tail:
+            click.echo(f"  {line}", err=True)
+        raise
+
+
+def _serve_detached(spec: Spec, config: Path, overrides: tuple[str, ...]) -> None:
+    """Run the same command in the background, with its supervisor, and wait until it is ready or has failed."""
+    from trtspec.errors import TrtspecError
+    from trtspec.triton.server import LocalServer
+    from trtspec.triton.server_state import running
+
+    server = LocalServer.from_spec(spec)
+    state = running(server.state_dir)
+    if state is not None and state.ready:
+        asked = (spec.serving.host, spec.serving.http_port, spec.serving.grpc_port, spec.serving.metrics_port)
+        if asked != (state.host, state.http_port, state.grpc_port, state.metrics_port):
+            raise TrtspecError(
+                f"this configuration is already being served elsewhere (gRPC on {state.grpc_url})",
+                where=state.model_repo,
+                fix=f"use that server, or end it with trtspec stop {config}",
+            )
+        if state.outdated:
+            raise TrtspecError(
+                f"the running server (gRPC on {state.grpc_url}) serves an earlier build",
+                where=state.model_repo,
+                fix=f"run: trtspec stop {config}; then serve again",
+            )
+        click.echo(f"already running: {_address(state)}")
+        return
+    server.state_dir.mkdir(parents=True, exist_ok=True)
+    output = server.state_dir / SUPERVISOR_LOG
+    settings = [word for override in overrides for word in ("--set", override)]
+    with output.open("ab") as sink:
+        begin = sink.tell()
+        supervisor = subprocess.Popen(
+            [sys.executable, "-m", "trtspec", "serve", str(config), *settings],
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        with _stop_signals(), output.open(encoding="utf-8", errors="replace") as said:
+            said.seek(begin)
+            while True:
+                ended = supervisor.poll() is not None
+                for line in said:
+                    if line.startswith(_READY):
+                        click.echo(line, nl=False)
+                        click.echo(f"trtspec stop {config} ends it")
+                        return
+                    click.echo(line, nl=False, err=True)
+                if ended:
+                    sys.exit(supervisor.returncode)
+                time.sleep(0.1)
+    except _StopRequested:
+        supervisor.terminate()
+        supervisor.wait()
+        raise KeyboardInterrupt from None
+
+
+def _address(state: ServerState) -> str:
+    return (
+        f"gRPC {state.grpc_url}, HTTP http://{state.address}:{state.http_port}, "
+        f"metrics http://{state.address}:{state.metrics_port}/metrics (process {state.pid})"
+    )
+
+
+class _StopRequested(BaseException):
+    """Ctrl-C, SIGTERM or SIGHUP."""
+
+
+@contextmanager
+def _stop_signals() -> Iterator[None]:
+    """Turn the first of the stop signals into `_StopRequested`; later ones do not disturb what it sets off."""
+
+    def request_stop(number: int, frame: FrameType | None) -> NoReturn:
+        _ignore_stop_signals()
+        raise _StopRequested
+
+    before = {each: signal.signal(each, request_stop) for each in _STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _ignore_stop_signals() -> None:
+    for each in _STOP_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
