@@ -376,7 +376,7 @@ class Serving(Section):
     kv_cache_free_gpu_mem_fraction: PerModelFraction = PerModelFraction()
     """On GPUs: the part of the memory still free that each model's KV cache takes when it loads."""
     num_threads: Positive | None = None
-    """CPU threads of each engine in the torch runtime; unset divides the cores among the engines."""
+    """CPU threads of each engine in the torch runtime; unset gives every engine all cores, since they take turns."""
     max_concurrency: Positive = 8
     """Requests that the BLS model works on at the same time."""
     call_timeout_s: Annotated[float, Field(gt=0)] = 60.0
@@ -408,7 +408,7 @@ class Parity(Section):
     """Top-p of the second sampled setting; 1 is off."""
     num_samples: Positive = 400
     """Tokens drawn in the sampled check, both settings together; more see smaller deviations."""
-    num_draws: Annotated[int, Field(ge=0)] = 80
+    num_draws: Annotated[int, Field(ge=0)] = 100
     """Answers of two tokens drawn for one prompt in the check of plain counts; 0 leaves it out."""
     tolerance: Annotated[float, Field(ge=0)] | None = None
     """Largest difference of reference logits that still counts as a tie; unset is chosen by dtype."""

@@ -1,0 +1,207 @@
+"""`trtspec parity` through the front door, on small random models."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner, Result
+
+from trtspec.cli import main
+from trtspec.errors import EXIT_ERROR, EXIT_OK, EXIT_PARITY_FAILED, EXIT_USAGE
+
+PROMPTS = [{"prompt": f"the target verifies {i}", "category": "chat"} for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory, save_model: Callable[..., Path]) -> Path:
+    """A spec whose engines are built; the draft is as far from the target as real drafts are."""
+    root = tmp_path_factory.mktemp("parity")
+    save_model(root / "target")
+    save_model(root / "draft", blend=(1, 0.15))
+    (root / "prompts.jsonl").write_text("".join(f"{json.dumps(prompt)}\n" for prompt in PROMPTS))
+    content = {
+        "version": 1,
+        "target": {"model": "./target", "dtype": "float32"},
+        "speculation": {
+            "method": "draft_target",
+            "num_draft_tokens": 3,
+            "draft": {"model": "./draft", "dtype": "float32"},
+        },
+        "engine": {"max_batch_size": 2, "max_input_len": 128, "max_seq_len": 256},
+        "parity": {"prompts": "prompts.jsonl", "num_prompts": 3, "max_tokens": 16, "num_samples": 160, "num_draws": 0},
+    }
+    config = root / "tiny.yaml"
+    config.write_text(yaml.safe_dump(content))
+    result = invoke("build", str(config))
+    assert result.exit_code == EXIT_OK, result.output
+    return config
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(main, list(words))
+
+
+def refuse(*words: str, code: int = EXIT_ERROR) -> str:
+    """The one line of a run that cannot be made."""
+    result = invoke("parity", *words)
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    line = result.stderr.splitlines()[-1]
+    assert line.lower().startswith("error: ")
+    return line
+
+
+def test_what_was_built_passes(built: Path, tmp_path: Path) -> None:
+    target = tmp_path / "report.json"
+    result = invoke("parity", str(built), "--json", "--report", str(target))
+    assert result.exit_code == EXIT_OK, result.output
+    lines = result.stdout.splitlines()
+    assert [line.split(" in ")[0] for line in lines[1:4]] == [
+        "engines, greedy: pass",
+        "engines, speculation: pass",
+        "engines, sampled: pass",
+    ]
+    assert lines[4].startswith("server, all: not applicable")
+    assert lines[-2].startswith("parity of tiny: pass")
+    content = json.loads(lines[-1])
+    assert content == json.loads(target.read_text())
+    assert content["verdict"] == "pass"
+    assert content["settings"]["prompt_numbers"] == [1, 3, 5]
+    assert list(tmp_path.iterdir()) == [target]
+    assert "160 tokens" in content["checks"][2]["evidence"]
+
+
+def test_options_narrow_the_run(built: Path) -> None:
+    words = ("--subject", "engines", "--check", "greedy", "--prompt", "2", "--max-tokens", "5", "--json")
+    result = invoke("parity", str(built), *words)
+    assert result.exit_code == EXIT_OK, result.output
+    content = json.loads(result.stdout.splitlines()[-1])
+    assert [(check["name"], check["subject"]) for check in content["checks"]] == [("greedy", "engines")]
+    assert content["settings"]["prompt_numbers"] == [2]
+    assert content["checks"][0]["evidence"].startswith("5 tokens of 1 prompts")
+
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def accept_always(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("trtspec.decoding.verify.accept_or_resample", lambda draft, p, q, position, uniforms: draft)
+
+
+def residual_from_p(patch: pytest.MonkeyPatch) -> None:
+    def rule(draft: int, p: np.ndarray, q: np.ndarray, position: int, uniforms: Any) -> int:
+        return draft if uniforms.accepts(position, p[draft] / q[draft]) else uniforms.draw(position, p)
+
+    patch.setattr("trtspec.decoding.verify.accept_or_resample", rule)
+
+
+def q_is_not_what_was_drawn_from(patch: pytest.MonkeyPatch) -> None:
+    from trtspec.decoding import draft_target
+
+    class Sharpened(draft_target.DraftModel):
+        def __init__(self, call: Any, acceptance: Any) -> None:
+            def argmax_with_logits(request: Any) -> Any:
+                from dataclasses import replace
+
+                return call(replace(request, sampling=replace(request.sampling, temperature=0.0)))
+
+            super().__init__(argmax_with_logits, acceptance)
+
+    patch.setattr("trtspec.parity.subjects.DraftModel", Sharpened)
+
+
+@pytest.mark.parametrize("broken", [accept_always, residual_from_p, q_is_not_what_was_drawn_from])
+def test_a_broken_verification_rule_fails(built: Path, monkeypatch: pytest.MonkeyPatch, broken: Patch) -> None:
+    """Hypothesis: sampled output follows the reference. 400 tokens, false-alarm rate 1e-3.
+
+    Draft and target differ by a total variation near .5, and 400 tokens see .16 with probability 95 %.
+    """
+    broken(monkeypatch)
+    words = ("--subject", "engines", "--check", "sampled", "--set", "parity.num_samples=400")
+    result = invoke("parity", str(built), *words)
+    assert result.exit_code == EXIT_PARITY_FAILED, result.output
+    assert "engines, sampled: fault:" in result.stdout
+    assert result.stdout.splitlines()[-1] == "parity of tiny: fault (1 fault)"
+
+
+def test_a_wrong_greedy_token_fails_and_can_be_reproduced(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines whose head is off by one: each logit belongs to the id before."""
+    from trtspec.runtime.llama import Llama
+
+    head = Llama.head
+    monkeypatch.setattr(Llama, "head", lambda self, hidden: head(self, hidden).roll(1, dims=-1))
+    result = invoke("parity", str(built), "--check", "greedy", "--max-tokens", "8", "--json")
+    assert result.exit_code == EXIT_PARITY_FAILED, result.output
+    finding = json.loads(result.stdout.splitlines()[-1])["checks"][0]["findings"][0]
+    assert finding["verdict"] == "fault"
+    assert finding["chosen"]["id"] == (finding["expected"]["id"] + 1) % 280
+    assert finding["expected"]["logit"] - finding["chosen"]["logit"] > 0.002
+
+    words = shlex.split(finding["reproduce"])
+    assert words[:2] == ["trtspec", "parity"]
+    again = invoke(*words[1:], "--json")
+    assert again.exit_code == EXIT_PARITY_FAILED
+    (check,) = json.loads(again.stdout.splitlines()[-1])["checks"]
+    assert check["findings"] == [finding]
+
+
+def test_an_end_id_that_the_engines_do_not_honour_fails(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines and reference are made to end soon, and the end ids are hidden from the cycle."""
+    from trtspec.parity.subjects import InProcess
+    from trtspec.runtime.llama import Llama
+    from trtspec.runtime.reference import ReferenceSampler
+
+    init, head, logits = InProcess.__init__, Llama.head, ReferenceSampler.logits
+    bias = np.zeros(280, dtype=np.float32)
+    bias[2] = 100.0
+    monkeypatch.setattr(Llama, "head", lambda self, hidden: head(self, hidden) + torch.from_numpy(bias))
+    monkeypatch.setattr(ReferenceSampler, "logits", lambda self, ids: logits(self, ids) + bias)
+    assert invoke("parity", str(built), "--subject", "engines", "--check", "greedy").exit_code == EXIT_OK
+    monkeypatch.setattr(
+        InProcess, "__init__", lambda self, *engines, **rest: init(self, *engines, **{**rest, "end_ids": ()})
+    )
+    result = invoke("parity", str(built), "--subject", "engines", "--check", "greedy")
+    assert result.exit_code == EXIT_PARITY_FAILED, result.output
+    assert "end id 2 is part of the output" in result.stdout
+
+
+def test_a_bad_prompt_is_named_by_its_line(built: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "bad.jsonl"
+    prompts.write_text('{"prompt": "a"}\n{"prompt": 3}\n')
+    assert f"{prompts}:2: `prompt` is not a text" in refuse(str(built), "--prompts", str(prompts))
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("--prompt", "99"), EXIT_ERROR, "no prompt on line 99"),
+        (("--prompts", "nowhere.jsonl"), EXIT_ERROR, "no such prompt file"),
+        (("--set", "output.engines=elsewhere"), EXIT_ERROR, "no such engine"),
+        (("--subject", "server", "--url", "127.0.0.1:9", "--check", "greedy"), EXIT_ERROR, "no server at 127.0.0.1:9"),
+        (("--subject", "engines", "--url", "127.0.0.1:9"), EXIT_USAGE, "--url"),
+        (("--report", "nowhere/report.json"), EXIT_USAGE, "--report"),
+        (("--num-prompts", "0"), EXIT_USAGE, "--num-prompts"),
+    ],
+)
+def test_what_cannot_be_checked_is_said_in_one_line(
+    built: Path, words: tuple[str, ...], code: int, message: str
+) -> None:
+    assert message in refuse(str(built), *words, code=code)
+
+
+def test_engines_of_another_model_are_refused(built: Path) -> None:
+    weights = built.parent / "target" / "tokenizer_config.json"
+    content = weights.read_text()
+    weights.write_text(content + "\n")
+    try:
+        assert "built from another state of the model" in refuse(str(built))
+    finally:
+        weights.write_text(content)

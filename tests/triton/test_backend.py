@@ -1,0 +1,214 @@
+"""The stand-in for TensorRT-LLM's backend, asked directly: the tensors of the C++ backend, by its rules."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tritonclient.utils import InferenceServerException
+
+from trtspec.triton.backend import assemble_backend_dir
+
+TARGET, DRAFT = "tensorrt_llm", "tensorrt_llm_draft"
+BOS, EOS, VOCAB = 256, 257, 261
+IDS = [BOS, 39, 68, 75, 75, 78]
+MUST = ("output_ids", "sequence_length")
+
+
+@pytest.fixture(scope="module")
+def call(triton):
+    """One call of an engine model with `IDS`, `num_new` new tokens and further tensors."""
+
+    def run(num_new: int = 4, outputs: tuple[str, ...] = MUST, model: str = TARGET, **tensors: object) -> dict:
+        return triton.infer(
+            model,
+            outputs,
+            **{"input_ids": IDS, "input_lengths": len(IDS), "request_output_len": num_new, **tensors},
+        )
+
+    return run
+
+
+def new_ids(answer: dict) -> list[int]:
+    assert answer["output_ids"][0, 0, : len(IDS)].tolist() == IDS
+    return answer["output_ids"][0, 0, len(IDS) :].tolist()
+
+
+def bias_to(token: int) -> np.ndarray:
+    bias = np.zeros((1, VOCAB), dtype=np.float32)
+    bias[0, token] = 200.0
+    return bias
+
+
+def test_the_answer_holds_the_prompt_unless_told_otherwise(call) -> None:
+    whole, new = call(4), call(4, exclude_input_in_output=True)
+    assert whole["output_ids"].shape == (1, 1, len(IDS) + 4)
+    assert whole["output_ids"].dtype == np.int32
+    assert whole["sequence_length"].tolist() == [[len(IDS) + 4]]
+    assert new["output_ids"].shape == (1, 1, 4)
+    assert new["output_ids"][0, 0].tolist() == new_ids(whole)
+    assert new["sequence_length"].tolist() == [[4]]
+
+
+@pytest.mark.parametrize("outputs", [("output_ids",), ("sequence_length",), ("generation_logits",)])
+def test_both_outputs_must_be_asked_for(call, outputs: tuple[str, ...]) -> None:
+    with pytest.raises(InferenceServerException, match="must ask for the outputs output_ids and sequence_length"):
+        call(outputs=outputs)
+
+
+def test_greedy_is_what_happens_without_top_k_and_top_p(call) -> None:
+    greedy = new_ids(call(8, runtime_top_k=1))
+    assert new_ids(call(8)) == greedy
+    assert new_ids(call(8, temperature=5.0, seed=3)) == greedy
+    assert new_ids(call(8, temperature=5.0, seed=3, runtime_top_p=0.0)) == greedy
+    assert new_ids(call(8, temperature=5.0, seed=3, runtime_top_p=-1.0)) == greedy
+    sampled = new_ids(call(8, temperature=5.0, seed=3, runtime_top_p=1.0))
+    assert sampled != greedy
+    assert new_ids(call(8, temperature=5.0, seed=3, runtime_top_p=1.0)) == sampled
+    assert new_ids(call(8, temperature=5.0, seed=4, runtime_top_p=1.0)) != sampled
+
+
+def test_drafts_are_verified_in_one_call(call) -> None:
+    right = new_ids(call(4))
+    assert new_ids(call(4, draft_input_ids=right[:3])) == right
+    wrong = [right[0], (right[1] + 1) % VOCAB, right[2]]
+    assert new_ids(call(4, draft_input_ids=wrong)) == right[:2]
+
+
+def test_draft_logits_make_the_decision(call) -> None:
+    """Under the bias the target is certain of 5 and the draft, whose logits outweigh it, of 6: rejected, 5 drawn."""
+    drafts = np.zeros((1, 2, VOCAB), dtype=np.float32)
+    drafts[:, :, 6] = 500.0
+    sampled = {"runtime_top_p": 1.0, "temperature": 1.0, "embedding_bias": bias_to(5)}
+    assert new_ids(call(3, draft_input_ids=[6, 6], draft_logits=drafts, **sampled)) == [5]
+
+
+def test_acceptance_is_reported_when_performance_is_asked_for(call) -> None:
+    right = new_ids(call(4))
+    drafts = [right[0], right[1], (right[2] + 1) % VOCAB]
+    outputs = (*MUST, "acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens")
+    answer = call(4, outputs, draft_input_ids=drafts, return_perf_metrics=True)
+    assert (answer["total_accepted_draft_tokens"], answer["total_draft_tokens"]) == (2, 3)
+    assert answer["acceptance_rate"] == pytest.approx(2 / 3)
+    assert call(4, outputs, draft_input_ids=drafts)["total_draft_tokens"] == 0
+
+
+def test_generation_logits_and_log_probabilities_are_those_of_the_runtime(call, pair: SimpleNamespace) -> None:
+    from trtspec.decoding.engine_call import EngineRequest
+    from trtspec.runtime.torch_runtime import TorchRuntime
+
+    outputs = (*MUST, "generation_logits", "output_log_probs", "cum_log_probs")
+    answer = call(3, outputs, return_generation_logits=True, return_log_probs=True)
+    request = EngineRequest(np.array(IDS, dtype=np.int32), 3, return_generation_logits=True, return_log_probs=True)
+    result = TorchRuntime(pair.engines["target"], kv_cache_bytes=32 << 20).execute(request)
+    assert new_ids(answer) == result.output_ids.tolist()
+    assert answer["generation_logits"].shape == (1, 1, 3, VOCAB)
+    assert answer["generation_logits"].dtype == np.float32
+    np.testing.assert_allclose(answer["generation_logits"][0, 0], result.generation_logits, atol=1e-4)
+    np.testing.assert_allclose(answer["output_log_probs"][0, 0], result.log_probs, atol=1e-4)
+    assert answer["cum_log_probs"] == pytest.approx(result.log_probs.sum(), abs=1e-4)
+
+
+def test_what_was_not_asked_for_is_one_zero(call) -> None:
+    answer = call(3, (*MUST, "generation_logits", "context_logits", "output_log_probs"))
+    assert answer["generation_logits"].shape == (1, 1, 1, 1)
+    assert answer["context_logits"] == 0.0
+    assert answer["output_log_probs"].shape == (1, 1, 1)
+
+
+def test_an_end_id_ends_the_answer_and_is_not_in_it(call) -> None:
+    assert new_ids(call(4, embedding_bias=bias_to(EOS), end_id=EOS)) == []
+    assert new_ids(call(4, embedding_bias=bias_to(EOS), end_id=EOS, draft_input_ids=[EOS, 5, 5])) == []
+    assert new_ids(call(4, embedding_bias=bias_to(EOS), end_id=-1)) == [EOS] * 4
+    late = new_ids(call(4, embedding_bias=bias_to(EOS), end_id=EOS, min_tokens=2))
+    assert len(late) == 2
+
+
+def test_stop_and_bad_words_are_lists_of_ids(call) -> None:
+    stop = np.array([[[5, 5, 7], [2, 3, -1]]], dtype=np.int32)
+    assert new_ids(call(6, embedding_bias=bias_to(5), stop_words_list=stop)) == [5, 5]
+    bad = np.array([[[5, 5], [2, -1]]], dtype=np.int32)
+    ids = new_ids(call(6, embedding_bias=bias_to(5), bad_words_list=bad))
+    assert 5 in ids
+    assert (5, 5) not in itertools.pairwise(ids)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"input_lengths": 3}, "input_lengths is 3 for 6 input_ids"),
+        ({"input_ids": [5, 900], "input_lengths": 2}, "900"),
+        ({"input_ids": [5, -1], "input_lengths": 2}, "-1"),
+        ({"request_output_len": 0}, "request_output_len is 0; expected 1 or more"),
+        ({"beam_width": 2}, "beam_width is 2; expected 1"),
+        ({"streaming": True}, "streaming is not supported: streaming needs a decoupled model"),
+        ({"return_context_logits": True}, "return_context_logits is not supported"),
+        ({"lora_task_id": np.array([[1]], dtype=np.uint64)}, "lora_task_id is not supported"),
+        ({"runtime_top_p": 3.0}, "top_p"),
+        ({"temperature": float("inf"), "runtime_top_k": 3}, "temperature is inf"),
+        ({"draft_input_ids": [5] * 6, "request_output_len": 7}, "at most 5"),
+        ({"draft_input_ids": [5, 5], "draft_logits": np.zeros((1, 3, VOCAB), dtype=np.float32)}, "draft_logits"),
+        ({"stop_words_list": np.array([[[5, 5], [2, 1]]], dtype=np.int32)}, "stop_words_list has end offset 1 after 2"),
+        ({"request_output_len": 5000}, "max_seq_len"),
+    ],
+)
+def test_bad_requests_are_refused_by_name(call, tensors: dict[str, object], message: str) -> None:
+    with pytest.raises(InferenceServerException) as refused:
+        call(**{"num_new": 3, **tensors})
+    assert refused.value.status() == "StatusCode.INVALID_ARGUMENT"
+    assert message in refused.value.message()
+
+
+def test_stop_cancels_the_request_with_the_same_id(triton) -> None:
+    """Each thread asks for many tokens; both are stopped by their own id, an unknown id stops nobody."""
+    errors: dict[str, Exception] = {}
+
+    def long(name: str) -> None:
+        tensors = {"input_ids": IDS, "input_lengths": len(IDS), "request_output_len": 500, "end_id": -1}
+        try:
+            while True:
+                triton.infer(TARGET, MUST, request_id=name, **tensors)
+        except InferenceServerException as error:
+            errors[name] = error
+
+    def stop(name: str) -> None:
+        stopping = {"input_ids": [0], "input_lengths": 0, "request_output_len": 0, "stop": True}
+        assert triton.infer(TARGET, request_id=name, **stopping) == {}
+
+    threads = [threading.Thread(target=long, args=(name,), daemon=True) for name in ("first", "second")]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    stop("unknown")
+    for index, name in enumerate(("second", "first")):
+        assert len(errors) == index
+        deadline = time.monotonic() + 20
+        while name not in errors and time.monotonic() < deadline:
+            stop(name)
+            time.sleep(0.01)
+        assert "the request was stopped" in str(errors[name])
+
+
+def test_stop_needs_a_request_id(call) -> None:
+    with pytest.raises(InferenceServerException, match="stop needs the request id"):
+        call(stop=True)
+
+
+def test_the_backend_directory_is_what_triton_wants(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert assemble_backend_dir(tmp_path / "backends") == tmp_path / "backends"
+    python = tmp_path / "backends" / "python"
+    assert {path.name for path in python.iterdir()} == {
+        "libtriton_python.so",
+        "triton_python_backend_stub",
+        "triton_python_backend_utils.py",
+    }
+    assert not (python / "libtriton_python.so").is_symlink()
+    assert (python / "triton_python_backend_stub").is_symlink()
+    assert (python / "triton_python_backend_stub").resolve().is_file()
+    assert (tmp_path / "backends" / "tensorrtllm" / "model.py").is_file()

@@ -1,0 +1,383 @@
+"""The BLS model against a stand-in for Triton's Python API: every response and every engine call is seen and counted.
+
+The generated repository is imported as Triton imports it; engines are Python functions over ids.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+A, END, SECOND_END, VOCAB = 64, 257, 258, 261  # A: id of "a" in the tiny tokenizer
+FINAL = 1
+Engine = Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
+
+
+class Tensor:
+    def __init__(self, name: str, array: np.ndarray) -> None:
+        self._name, self._array = name, array
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> np.ndarray:
+        return self._array
+
+
+class TritonError(Exception):
+    INVALID_ARG, UNAVAILABLE, INTERNAL, CANCELLED = range(4)
+
+    def __init__(self, message: str, code: int = INTERNAL) -> None:
+        super().__init__(message)
+        self.code = code
+
+    def message(self) -> str:
+        return str(self)
+
+
+class InferenceResponse:
+    def __init__(self, output_tensors: list[Tensor] = (), error: TritonError | None = None) -> None:  # type: ignore[assignment]
+        self._tensors, self._error = list(output_tensors), error
+
+    def has_error(self) -> bool:
+        return self._error is not None
+
+    def error(self) -> TritonError | None:
+        return self._error
+
+    def output_tensors(self) -> list[Tensor]:
+        return self._tensors
+
+
+@dataclass
+class Triton:
+    """Engines by model name, and the calls that were made of them."""
+
+    engines: dict[str, Engine]
+    calls: list[tuple[str, dict[str, np.ndarray]]] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
+
+    def module(self) -> types.ModuleType:
+        triton = self
+
+        class InferenceRequest:
+            def __init__(self, *, model_name: str, inputs: list[Tensor], **_: object) -> None:
+                self.model, self.inputs = model_name, {tensor.name(): tensor.as_numpy() for tensor in inputs}
+
+            def exec(self) -> InferenceResponse:
+                triton.calls.append((self.model, self.inputs))
+                try:
+                    outputs = triton.engines[self.model](self.inputs)
+                except TritonError as error:
+                    return InferenceResponse(error=error)
+                return InferenceResponse([Tensor(name, array) for name, array in outputs.items()])
+
+        utils = types.ModuleType("triton_python_backend_utils")
+        utils.__dict__.update(
+            Tensor=Tensor,
+            TritonError=TritonError,
+            TritonModelException=RuntimeError,
+            InferenceRequest=InferenceRequest,
+            InferenceResponse=InferenceResponse,
+            Logger=SimpleNamespace(log_warn=self.log.append, log_error=self.log.append),
+            TRITONSERVER_RESPONSE_COMPLETE_FINAL=FINAL,
+        )
+        return utils
+
+
+@dataclass
+class Request:
+    """A client's request and its response sender in one."""
+
+    tensors: dict[str, np.ndarray]
+    leaves_after: int | None = None  # responses
+    unreachable: bool = False
+    sent: list[tuple[InferenceResponse | None, int]] = field(default_factory=list)
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def inputs(self) -> list[Tensor]:
+        return [Tensor(name, array) for name, array in self.tensors.items()]
+
+    def request_id(self) -> str:
+        return "r1"
+
+    def requested_output_names(self) -> list[str]:
+        return ["text_output", "output_ids", "finish_reason", "total_target_passes"]
+
+    def is_cancelled(self) -> bool:
+        return self.leaves_after is not None and len(self.sent) >= self.leaves_after
+
+    def get_response_sender(self) -> Request:
+        return self
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        self.sent.append((response, flags))
+        if flags == FINAL:
+            self.done.set()
+
+    def outputs(self, index: int) -> dict[str, Any]:
+        response = self.sent[index][0]
+        assert response is not None
+        return {tensor.name(): tensor.as_numpy().reshape(-1).tolist() for tensor in response.output_tensors()}
+
+
+def answering(token: int, num_max: int = 100) -> Engine:
+    """An engine that writes `token` and nothing else; draft tokens that are something else are rejected."""
+
+    def engine(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        count = int(inputs["request_output_len"][0, 0])
+        drafts = inputs["draft_input_ids"][0].tolist() if "draft_input_ids" in inputs else None
+        if drafts is not None:
+            count = next((i for i, draft in enumerate(drafts) if draft != token), len(drafts)) + 1
+        return answer(inputs, [token] * min(count, num_max))
+
+    return engine
+
+
+def answer(inputs: dict[str, np.ndarray], new: list[int]) -> dict[str, np.ndarray]:
+    row = np.array([[[*inputs["input_ids"][0].tolist(), *new]]], dtype=np.int32)
+    return {"output_ids": row, "sequence_length": np.array([[row.shape[2]]], dtype=np.int32)}
+
+
+@pytest.fixture
+def pipeline(
+    pair: SimpleNamespace, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., tuple[Any, Triton]]]:
+    """Start the model: `pipeline(target=engine, draft=engine, model=name, **parameters)` -> (model, Triton)."""
+    repository = pair.write(tmp_path / "repository")
+    started = []
+
+    def forget() -> None:
+        for name in [name for name in sys.modules if name.split(".")[0] in ("1", "trtspec_decoding")]:
+            del sys.modules[name]
+
+    def start(target: Engine, draft: Engine, model: str = "tensorrt_llm_bls", **parameters: str) -> tuple[Any, Triton]:
+        from google.protobuf import json_format, text_format
+        from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+        triton = Triton({"tensorrt_llm": target, "tensorrt_llm_draft": draft})
+        monkeypatch.setitem(sys.modules, "triton_python_backend_utils", triton.module())
+        for path in (repository / model, repository / model / "1"):
+            monkeypatch.syspath_prepend(str(path))
+        forget()
+        config = text_format.Parse((repository / model / "config.pbtxt").read_text(), ModelConfig())
+        for key, value in parameters.items():
+            config.parameters[key].string_value = value
+        instance = importlib.import_module("1.model").TritonPythonModel()
+        content = json_format.MessageToDict(config, preserving_proto_field_name=True)
+        instance.initialize({"model_config": json.dumps(content), "model_name": model})
+        started.append(instance)
+        return instance, triton
+
+    yield start
+    for instance in started:
+        instance.finalize()
+    forget()
+
+
+def ask(model: Any, request: Request | None = None, **tensors: Any) -> Request:
+    """Send one request and wait for its final response."""
+    kinds = {str: np.object_, int: np.int32, bool: np.bool_, float: np.float32}
+    tensors = {"text_input": "Hello", "max_tokens": 12, "stream": True, **tensors}
+    request = request or Request({})
+    for name, value in tensors.items():
+        item = value.encode() if isinstance(value, str) else value
+        request.tensors[name] = np.array([[item]], dtype=kinds[type(value)])
+    model.execute([request])
+    assert request.done.wait(20), "no final response"
+    return request
+
+
+def finals(request: Request) -> list[bool]:
+    return [flags == FINAL for _, flags in request.sent]
+
+
+def test_blocks_are_sent_as_they_are_accepted(pipeline) -> None:
+    model, triton = pipeline(answering(A), answering(A))
+    request = ask(model)
+    assert [request.outputs(i)["output_ids"] for i in range(3)] == [[A] * 4] * 3
+    assert finals(request) == [False, False, True]
+    assert [name for name, _ in triton.calls] == ["tensorrt_llm_draft", "tensorrt_llm"] * 3
+
+
+def test_the_unary_model_sends_one_response(pipeline) -> None:
+    model, _ = pipeline(answering(A), answering(A), model="tensorrt_llm_bls_unary")
+    request = ask(model, stream=False)
+    assert finals(request) == [True]
+    assert request.outputs(0)["text_output"] == [b"a" * 12]
+
+
+def test_no_token_is_one_final_response(pipeline) -> None:
+    model, _ = pipeline(answering(A, num_max=0), answering(A))
+    request = ask(model, num_draft_tokens=0)
+    assert finals(request) == [True]
+    assert request.outputs(0)["output_ids"] == []
+    assert request.outputs(0)["finish_reason"] == [b"stop"]
+
+
+def test_an_error_in_the_middle_is_one_final_response(pipeline) -> None:
+    healthy = answering(A)
+
+    def failing(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if inputs["input_ids"].shape[1] > 10:
+            raise TritonError("out of order", TritonError.INTERNAL)
+        return healthy(inputs)
+
+    model, _ = pipeline(failing, answering(A))
+    request = ask(model, max_tokens=40)
+    assert finals(request) == [False, False, True]
+    error = request.sent[-1][0].error()  # type: ignore[union-attr]
+    assert (error.message(), error.code) == ("tensorrt_llm: out of order", TritonError.UNAVAILABLE)
+
+
+def test_a_client_that_leaves_costs_at_most_one_more_call(pipeline) -> None:
+    """It leaves after block 2 of 10; calls take longer than the time between two looks at the client."""
+
+    def slowly(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        time.sleep(0.002)
+        return answering(A)(inputs)
+
+    model, triton = pipeline(slowly, slowly)
+    request = ask(model, Request({}, leaves_after=2), max_tokens=40)
+    assert finals(request) == [False, False, True]
+    assert request.outputs(2)["finish_reason"] == [b"cancelled"]
+    assert len(triton.calls) <= 4 + 1
+
+
+def test_a_crash_in_the_pipeline_is_one_final_response(pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, triton = pipeline(answering(A), answering(A))
+    monkeypatch.setattr(sys.modules["1.model"], "generate", lambda *_, **__: 1 / 0)
+    request = ask(model)
+    assert finals(request) == [True]
+    assert "ZeroDivisionError" in request.sent[0][0].error().message()  # type: ignore[union-attr]
+    assert "ZeroDivisionError" in triton.log[0]
+
+
+def test_a_slow_draft_is_left_alone_for_a_while(pipeline) -> None:
+    """The first request waits for its time-out once; the second does not wait at all, and both get their text."""
+    release = threading.Event()
+
+    def hanging(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        release.wait(20)
+        return answer(inputs, [A])
+
+    model, triton = pipeline(answering(A), hanging, call_timeout_s="0.2", draft_rest_s="100")
+    first, second = ask(model), ask(model)
+    release.set()
+    for request in (first, second):
+        assert b"".join(request.outputs(i)["text_output"][0] for i in range(len(request.sent))) == b"a" * 12
+    assert [name for name, _ in triton.calls].count("tensorrt_llm_draft") == 1
+    assert "tensorrt_llm_draft is left alone for 100 s after a failure" in triton.log[-1]
+
+
+def test_an_end_id_that_the_engine_left_out_is_seen(pipeline) -> None:
+    """Draft and target both end after one token; the C++ backend shows neither end id."""
+    model, triton = pipeline(answering(A, num_max=1), answering(A, num_max=1))
+    request = ask(model)
+    assert request.outputs(0)["output_ids"] == [A]
+    assert request.outputs(0)["finish_reason"] == [b"stop"]
+    assert triton.calls[1][1]["draft_input_ids"].tolist() == [[A, END]]
+
+
+def test_drafts_that_are_rejected_are_no_end(pipeline) -> None:
+    model, _ = pipeline(answering(A), answering(A + 1))
+    request = ask(model, max_tokens=3)
+    assert [request.outputs(i)["output_ids"] for i in range(3)] == [[A]] * 3
+    assert request.outputs(2)["finish_reason"] == [b"length"]
+
+
+def test_a_second_end_id_ends_too(pipeline) -> None:
+    model, triton = pipeline(answering(SECOND_END), answering(A))
+    request = ask(model, num_draft_tokens=0)
+    assert request.outputs(0)["output_ids"] == []
+    assert request.outputs(0)["finish_reason"] == [b"stop"]
+    sent = triton.calls[0][1]
+    assert sent["end_id"].tolist() == [[END]]
+    assert sent["stop_words_list"].tolist() == [[[SECOND_END], [1]]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sent"),
+    [
+        ({}, {"runtime_top_k": 1}),
+        ({"temperature": 0.0}, {"runtime_top_k": 1}),
+        ({"temperature": 0.5}, {"temperature": 0.5, "runtime_top_p": 1.0}),
+        ({"top_k": 7}, {"temperature": 1.0, "runtime_top_k": 7, "runtime_top_p": 1.0}),
+        ({"temperature": 2.0, "top_p": 0.5}, {"temperature": 2.0, "runtime_top_p": 0.5}),
+        ({"repetition_penalty": 1.5}, {"runtime_top_k": 1, "repetition_penalty": 1.5}),
+        ({"presence_penalty": 0.5, "frequency_penalty": 0.25}, {"presence_penalty": 0.5, "frequency_penalty": 0.25}),
+    ],
+)
+def test_sampling_settings_reach_draft_and_target(pipeline, settings: dict[str, Any], sent: dict[str, float]) -> None:
+    model, triton = pipeline(answering(A), answering(A), acceptance="tokens")
+    ask(model, **settings)
+    target = triton.calls[1][1]
+    assert {name: target[name].item() for name in sent} == sent
+    assert ("seed" in target) == ("temperature" in sent)
+    draft = triton.calls[0][1]
+    penalties = [name for name in sent if name.endswith("penalty")]
+    assert {name: draft[name].item() for name in penalties} == {name: sent[name] for name in penalties}
+
+
+def test_every_call_of_a_request_has_a_seed_of_its_own(pipeline) -> None:
+    def seeds() -> list[int]:
+        model, triton = pipeline(answering(A), answering(A), acceptance="tokens")
+        ask(model, Request({"seed": np.array([[5]], dtype=np.uint64)}), temperature=1.0)
+        return [sent["seed"].item() for name, sent in triton.calls if name == "tensorrt_llm"]
+
+    first = seeds()
+    assert len(set(first)) == len(first) == 3
+    assert seeds() == first
+
+
+def test_vocabularies_padded_differently_fit(pipeline) -> None:
+    """The draft has 8 ids more than the target: its logits are cut, the bias it gets is filled up with 0."""
+
+    def draft(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        outputs = answer(inputs, [A] * int(inputs["request_output_len"][0, 0]))
+        rows = outputs["sequence_length"].item() - inputs["input_ids"].shape[1]
+        return outputs | {"generation_logits": np.zeros((1, 1, rows, VOCAB + 8), dtype=np.float32)}
+
+    model, triton = pipeline(answering(A), draft, draft_vocab_size=str(VOCAB + 8))
+    bias = {"embedding_bias_words": "a", "embedding_bias_weights": 3.0}
+    ask(model, temperature=1.0, **bias)
+    (_, to_draft), (_, to_target) = triton.calls[:2]
+    assert to_draft["embedding_bias"].shape == (1, VOCAB + 8)
+    assert to_draft["embedding_bias"][0, VOCAB:].tolist() == [0.0] * 8
+    assert to_target["embedding_bias"].shape == (1, VOCAB)
+    assert to_target["draft_logits"].shape == (1, 3, VOCAB)
+
+
+def test_logits_of_a_smaller_vocabulary_are_filled_up(pipeline) -> None:
+    def draft(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return answer(inputs, [A] * 3) | {"generation_logits": np.zeros((1, 1, 3, VOCAB - 2), dtype=np.float32)}
+
+    model, triton = pipeline(answering(A), draft, draft_vocab_size=str(VOCAB - 2))
+    ask(model, temperature=1.0, max_tokens=4)
+    assert triton.calls[1][1]["draft_logits"][0, :, -2:].tolist() == [[-np.inf] * 2] * 3
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"accumulate_tokens": "true"}, "parameter accumulate_tokens is 'true'; expected it unset"),
+        ({"multimodal_encoders_name": "vision"}, "parameter multimodal_encoders_name is 'vision'"),
+        ({"num_draft_tokens": "four"}, "invalid literal"),
+    ],
+)
+def test_parameters_that_cannot_work_stop_the_model_from_loading(
+    pipeline, parameters: dict[str, str], message: str
+) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        pipeline(answering(A), answering(A), **parameters)

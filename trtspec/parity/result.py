@@ -1,0 +1,117 @@
+"""What a parity run found: verdicts, findings, checks, and the report that holds them.
+
+Plain records; knows neither how they are made nor how they are printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+from trtspec.parity.statistics import Evidence
+
+
+class Verdict(str, Enum):
+    """What a check, or one finding of it, amounts to. A tie passes: rounding decided between equals."""
+
+    PASS = "pass"
+    TIE = "tie"
+    FAULT = "fault"
+    INCONCLUSIVE = "inconclusive"
+    NOT_APPLICABLE = "not applicable"
+
+
+# The worst first: the verdict of many is the first of these that occurs.
+_SEVERITY = (Verdict.FAULT, Verdict.INCONCLUSIVE, Verdict.TIE, Verdict.PASS, Verdict.NOT_APPLICABLE)
+
+
+def worst(verdicts: Sequence[Verdict]) -> Verdict:
+    """The verdict of the whole; not applicable where there is nothing."""
+    return next((v for v in _SEVERITY if v in verdicts), Verdict.NOT_APPLICABLE)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A token that was or should have been chosen, with the reference's logit for it."""
+
+    id: int
+    text: str
+    logit: float
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One difference between the subject and the reference.
+
+    Attributes:
+        prompt: line number in the prompt file; None where all prompts together make it.
+        position: place in the output, from 0.
+        verdict: tie or fault.
+        problem: what is different, in one clause.
+        reproduce: the command that runs it again.
+        chosen: what the subject emitted, where the difference is one of tokens.
+        expected: what the reference puts first there.
+    """
+
+    prompt: int | None
+    position: int | None
+    verdict: Verdict
+    problem: str
+    reproduce: str
+    chosen: Choice | None = None
+    expected: Choice | None = None
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check of one subject.
+
+    Attributes:
+        name: greedy, speculation, sampled or draws.
+        subject: what was checked.
+        hypothesis: what is true if the check passes.
+        verdict: the outcome.
+        evidence: how much was compared, and how well, in one line.
+        findings: the differences, in order of appearance.
+        statistics: the tests behind a statistical verdict.
+        seconds: how long it took.
+    """
+
+    name: str
+    subject: str
+    hypothesis: str
+    verdict: Verdict
+    evidence: str
+    findings: tuple[Finding, ...] = ()
+    statistics: tuple[Evidence, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """A whole run."""
+
+    name: str
+    checks: tuple[Check, ...]
+    settings: dict[str, Any]
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst verdict of the checks."""
+        return worst([check.verdict for check in self.checks])
+
+    @property
+    def failed(self) -> bool:
+        """Whether a check found a fault."""
+        return self.verdict == Verdict.FAULT
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "name": self.name,
+            "verdict": self.verdict.value,
+            "settings": self.settings,
+            "checks": [asdict(check) for check in self.checks],
+        }

@@ -1,0 +1,307 @@
+"""A whole run: from a spec to its report.
+
+Knows where the reference, the engines and the server of a spec come from, which checks there are, and what they share.
+Knows neither how a check works nor how a report looks.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from trtspec.decoding.detokenize import continuation_ids
+from trtspec.decoding.sampling import SamplingParams
+from trtspec.errors import TrtspecError
+from trtspec.models.source import ModelSource, open_model
+from trtspec.models.tokenizer import render_chat
+from trtspec.parity.draws import DRAWS, check_draws
+from trtspec.parity.greedy import GREEDY, SPECULATION, check_greedy, check_speculation, greedy_answers
+from trtspec.parity.prompts import Prompt, read_prompts, spread
+from trtspec.parity.result import Check, Report, Verdict
+from trtspec.parity.sampled import SAMPLED, check_sampled
+from trtspec.parity.subjects import Answer, InProcess, Server, Subject
+from trtspec.parity.trial import Case, Trial
+from trtspec.parity.yardstick import TOLERANCES, Yardstick
+from trtspec.runtime.engine import EngineConfig, map_weights
+from trtspec.runtime.llama import Llama
+from trtspec.runtime.reference import ReferenceSampler
+from trtspec.runtime.torch_runtime import TorchRuntime
+from trtspec.spec.schema import Spec
+from trtspec.triton.client import Client
+from trtspec.triton.models.tokenization import Tokenization
+from trtspec.triton.server import state_dir_of
+from trtspec.triton.server_state import connect_host, running
+
+CHECKS = (GREEDY, SPECULATION, SAMPLED, DRAWS)
+ENGINES, SERVER = "engines", "server"
+_STATISTICAL = (SAMPLED, DRAWS)
+_EVERY = 4  # one prompt of so many is decoded again without drafts
+
+
+class Observer(Protocol):
+    """Is told how a run goes on."""
+
+    def started(self, check: str, subject: str) -> None:
+        """A check, or another piece of work, begins."""
+
+    def advance(self, fraction: float) -> None:
+        """How much of it is done."""
+
+    def finished(self, check: Check) -> None:
+        """What came out."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What of a spec's parity section is run.
+
+    Attributes:
+        engines, server: the subjects; `server` None runs the server's checks if a server of this spec is running.
+        url: `host:port` of the server's gRPC, where it is not the spec's own.
+        checks: names of checks.
+        prompt: line number of the only prompt; None takes `parity.num_prompts` of the file.
+    """
+
+    engines: bool = True
+    server: bool | None = None
+    url: str | None = None
+    checks: tuple[str, ...] = CHECKS
+    prompt: int | None = None
+
+
+def run(
+    spec: Spec,
+    selection: Selection,
+    reproduce: Callable[[str, str, int | None], str],
+    observer: Observer,
+) -> Report:
+    """Check what was built from a spec against the reference sampler.
+
+    Args:
+        spec: the spec.
+        selection: what of it.
+        reproduce: the command that runs one check of one subject again, on one prompt or all.
+        observer: is told how it goes on.
+
+    Raises:
+        TrtspecError: prompts, models, engines or server are missing or do not belong together.
+    """
+    prompts = read_prompts(spec.prompts_path)
+    if selection.prompt is None:
+        prompts = spread(prompts, spec.parity.num_prompts)
+    elif not (prompts := [prompt for prompt in prompts if prompt.number == selection.prompt]):
+        raise TrtspecError(f"no prompt on line {selection.prompt}", where=str(spec.prompts_path))
+    url = selection.url or _running_url(spec)
+    if url is None and selection.server:
+        url = f"{connect_host(spec.serving.host)}:{spec.serving.grpc_port}"
+    subjects = [name for name, asked in ((ENGINES, selection.engines), (SERVER, url is not None)) if asked]
+    configs = {role: EngineConfig.load(spec.engines_dir / role) for role in spec.models}
+
+    observer.started("reference", "loading the models")
+    workbench = Workbench(spec, configs)
+    num_statistical = len(subjects) * sum(check in _STATISTICAL for check in selection.checks)
+    alpha = spec.parity.false_alarm_rate / max(1, num_statistical)
+    trial = workbench.trial(prompts, alpha, reproduce, observer.advance)
+    checks: list[Check] = []
+    for name in subjects:
+        with workbench.subject(name, url) as subject:
+            checks += run_checks(trial, subject, selection.checks, observer)
+    if selection.server is None and url is None:
+        checks.append(_not_running(spec))
+        observer.finished(checks[-1])
+    return Report(
+        name=spec.name,
+        checks=tuple(checks),
+        settings={
+            "spec": str(spec.source),
+            "prompts": str(spec.prompts_path),
+            "prompt_numbers": [case.number for case in trial.cases],
+            "max_tokens": trial.max_tokens,
+            "num_draft_tokens": trial.num_draft_tokens,
+            "tolerance": trial.yardstick.tolerance,
+            "false_alarm_rate": spec.parity.false_alarm_rate,
+            "seed": trial.seed,
+        },
+    )
+
+
+def run_checks(trial: Trial, subject: Subject, names: Sequence[str], observer: Observer) -> Iterator[Check]:
+    """The named checks of one subject, one after the other."""
+
+    drafted: dict[Case, Answer] = {}
+
+    def greedy() -> Check:
+        drafted.update(greedy_answers(trial, subject, trial.cases, trial.num_draft_tokens))
+        return check_greedy(trial, subject.name, drafted)
+
+    def speculation() -> Check:
+        few = trial.cases[::_EVERY]
+        if not drafted:
+            drafted.update(greedy_answers(trial, subject, few, trial.num_draft_tokens))
+        return check_speculation(trial, subject.name, drafted, greedy_answers(trial, subject, few, 0))
+
+    checks = {
+        GREEDY: greedy,
+        SPECULATION: speculation if trial.num_draft_tokens else None,
+        SAMPLED: lambda: check_sampled(trial, subject),
+        DRAWS: (lambda: check_draws(trial, subject)) if trial.num_draws else None,
+    }
+    for name, check in checks.items():
+        if name in names and check is not None:
+            observer.started(name, subject.name)
+            begin = time.monotonic()
+            result = replace(check(), seconds=time.monotonic() - begin)
+            observer.finished(result)
+            yield result
+
+
+class Workbench:
+    """Models and tokenizer of one spec, loaded once.
+
+    Args:
+        spec: the spec.
+        configs: of its engines, by role.
+
+    Raises:
+        TrtspecError: a model is missing, or an engine was built from another one.
+    """
+
+    def __init__(self, spec: Spec, configs: dict[str, EngineConfig]) -> None:
+        self._spec, self._configs = spec, configs
+        ref = spec.target
+        self._source = open_model(ref.model, gguf_file=ref.gguf_file, base_dir=spec.base_dir)
+        built_from = configs["target"].stamp.get("source_fingerprint")
+        if built_from not in (None, self._source.fingerprint()):
+            raise TrtspecError(
+                f"the engine was built from another state of the model {self._source.name}",
+                where=str(configs["target"].path),
+                fix=f"build it again: trtspec build {spec.source}",
+            )
+        self._tokenization = _tokenization(self._source)
+
+    def trial(
+        self,
+        prompts: Sequence[Prompt],
+        alpha: float,
+        reproduce: Callable[[str, str, int | None], str],
+        advance: Callable[[float], None],
+    ) -> Trial:
+        """What the checks share; loads the reference."""
+        parity, target = self._spec.parity, self._configs["target"]
+        num_draft_tokens, tokenizer = parity.num_draft_tokens, self._source.tokenizer()
+        yardstick = Yardstick(
+            target=ReferenceSampler(self._source),
+            draft=EngineLogits(self._configs["draft"]) if "draft" in self._configs else None,
+            vocab_size=target.vocab_size,
+            end_ids=target.eos_token_ids,
+            decode=self._tokenization.decode,
+            piece=lambda token: tokenizer.id_to_token(token) or "",
+            tolerance=TOLERANCES[self._spec.target.dtype] if parity.tolerance is None else parity.tolerance,
+        )
+        return Trial(
+            yardstick=yardstick,
+            cases=tuple(self._case(prompt) for prompt in prompts),
+            max_tokens=parity.max_tokens,
+            num_draft_tokens=self._spec.default_num_draft_tokens if num_draft_tokens is None else num_draft_tokens,
+            samplings=(
+                SamplingParams(temperature=1.0),
+                SamplingParams(temperature=parity.temperature, top_k=parity.top_k, top_p=parity.top_p),
+            ),
+            num_samples=parity.num_samples,
+            num_draws=parity.num_draws,
+            seed=parity.seed,
+            alpha=alpha,
+            context=target.max_seq_len,
+            reproduce=reproduce,
+            advance=advance,
+        )
+
+    def _case(self, prompt: Prompt) -> Case:
+        text = prompt.text
+        if self._source.chat_template is not None:
+            text = render_chat(self._source.chat_template, [{"role": "user", "content": text}], True)
+        return Case(prompt.number, text, tuple(self._tokenization.encode(text)))
+
+    @contextmanager
+    def subject(self, name: str, url: str | None) -> Iterator[Subject]:
+        """One subject, ready to generate, for the length of a `with` block."""
+        if name == SERVER:
+            with Client(url or "") as client:
+                yield Server(client, self._spec.serving.call_timeout_s * 10)
+            return
+        runtimes = {role: self._runtime(role) for role in self._configs}
+        draft = runtimes.get("draft")
+        yield InProcess(
+            runtimes["target"].execute,
+            draft.execute if draft else None,
+            end_ids=self._configs["target"].eos_token_ids,
+            decode=self._tokenization.decode,
+            continuation_ids=continuation_ids(self._tokenization.token_to_id),
+            acceptance=self._spec.speculation.acceptance,
+            contexts=(self._configs["target"].max_seq_len, draft.config.max_seq_len if draft else None),
+        )
+
+    def _runtime(self, role: str) -> TorchRuntime:
+        config = self._configs[role]
+        given = getattr(self._spec.serving.kv_cache_bytes, role)
+        return TorchRuntime(
+            config.path.parent,
+            kv_cache_bytes=given or 2 * _sequence_bytes(config),
+            num_threads=self._spec.serving.num_threads,
+        )
+
+
+class EngineLogits:
+    """All logits of a text from a torch engine, in one forward pass without a cache.
+
+    Args:
+        config: of the engine.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._model = Llama(config.model, map_weights(config))
+
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        """float32 `[len(ids), vocab]`: row i is what follows `ids[: i + 1]`."""
+        with torch.inference_mode():
+            rows = self._model.forward(torch.tensor([list(ids)]), self._model.new_cache(1, len(ids)), 0)
+        return rows[0].numpy()
+
+
+def _sequence_bytes(config: EngineConfig) -> int:
+    """Bytes of the KV cache of one sequence of full length."""
+    model = config.model
+    item = 4 if config.pretrained["dtype"] == "float32" else 2
+    return 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_size * item * config.max_seq_len
+
+
+def _tokenization(source: ModelSource) -> Tokenization:
+    """The tokenization that the served pipeline uses."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "tokenizer.json"
+        path.write_text(source.tokenizer_json(), encoding="utf-8")
+        return Tokenization(path, bos_token_id=source.config.bos_token_id, add_bos=source.add_bos)
+
+
+def _running_url(spec: Spec) -> str | None:
+    """Where the server of this spec listens; None if none was started, or it is gone."""
+    state = running(state_dir_of(spec))
+    return state.grpc_url if state else None
+
+
+def _not_running(spec: Spec) -> Check:
+    return Check(
+        name="all",
+        subject=SERVER,
+        hypothesis="the server answers as the reference does",
+        verdict=Verdict.NOT_APPLICABLE,
+        evidence=f"no server of this spec is running; start one with: trtspec serve {spec.source} --detach",
+    )

@@ -1,0 +1,411 @@
+"""Engine directories: config.json in the shape of a TensorRT-LLM engine config, and weights for the torch runtime.
+
+Knows how an engine is laid out on disk, how it is written without ever being half there, and which two engines may
+work together. Does not know how it is run, and imports torch only to write or load weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtspec import __version__
+from trtspec.errors import TrtspecError
+from trtspec.models.config import ModelConfig
+from trtspec.models.source import safetensors_header
+
+if TYPE_CHECKING:
+    import torch
+
+    from trtspec.models.source import ModelSource
+
+CONFIG, WEIGHTS = "config.json", "rank0.safetensors"
+DRAFT_TOKENS_EXTERNAL, NO_SPECULATION = 2, 1  # values of TensorRT-LLM's SpeculativeDecodingMode
+_ALIGNMENT = 64  # bytes, a cache line
+_VOCAB_PADDING = 1024  # models of one tokenizer pad their vocabularies to different multiples, none larger than this
+_HEADER_BYTES = 256  # room for one tensor's entry in a safetensors header
+_SAFETENSORS_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int64": "I64"}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine's config.json says.
+
+    Attributes:
+        path: the file.
+        version: version of what built the engine: TensorRT-LLM's, or `torch`.
+        pretrained: TensorRT-LLM's `pretrained_config`.
+        build: TensorRT-LLM's `build_config`.
+        stamp: our own section; empty for an engine that `trtllm-build` wrote by itself.
+    """
+
+    path: Path
+    version: str
+    pretrained: dict[str, Any]
+    build: dict[str, Any]
+    stamp: dict[str, Any]
+
+    @classmethod
+    def load(cls, directory: Path) -> EngineConfig:
+        """Read and check an engine directory; of the weights only the header is looked at.
+
+        Raises:
+            TrtspecError: no engine there, a broken file, an engine of a newer trtspec, or missing or truncated weights.
+        """
+        path = directory / CONFIG
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise TrtspecError("no such engine", where=str(path), fix="build it with `trtspec build`") from None
+        except OSError as error:
+            raise TrtspecError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        except ValueError as error:
+            raise TrtspecError(f"not valid JSON ({error})", where=str(path), fix="build the engine again") from error
+        sections = ("pretrained_config", "build_config")
+        if not isinstance(content, dict) or not all(isinstance(content.get(name), dict) for name in sections):
+            raise TrtspecError(
+                "not the config of an engine", where=str(path), expected=f"the sections {' and '.join(sections)}"
+            )
+        stamp = content.get("trtspec", {})
+        made_by = str(stamp.get("trtspec_version", __version__))
+        if _numbers(made_by) > _numbers(__version__):
+            raise TrtspecError(
+                f"made by trtspec {made_by}, which is newer than this one, {__version__}",
+                where=str(path),
+                fix="upgrade trtspec or build the engine again",
+            )
+        pretrained, build = (content[name] for name in sections)
+        config = cls(path, str(content.get("version", "")), pretrained, build, stamp)
+        if config.runtime == "torch":
+            _check_weights(directory / WEIGHTS)
+        return config
+
+    @property
+    def runtime(self) -> str:
+        """Which runtime executes it: `torch` or `tensorrt_llm`."""
+        return str(self.stamp.get("runtime", "tensorrt_llm"))
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that have a logit."""
+        return int(self.pretrained["vocab_size"])
+
+    @property
+    def max_seq_len(self) -> int:
+        """Longest sequence, input and output together."""
+        return int(self.build["max_seq_len"])
+
+    @property
+    def max_draft_len(self) -> int:
+        """Most draft tokens in one verification; 0: none."""
+        return int(self.build.get("max_draft_len", 0))
+
+    @property
+    def returns_generation_logits(self) -> bool:
+        """Whether a request may ask for them. From TensorRT-LLM 1.0 on every engine gives them, whatever the flag."""
+        always = self.runtime == "tensorrt_llm" and _numbers(self.version) >= (1,)
+        return always or bool(self.build.get("gather_generation_logits", False))
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """All ids that end an answer."""
+        return tuple(self.stamp.get("eos_token_ids", ()))
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model's own record.
+
+        Raises:
+            TrtspecError: the engine does not carry one that this version understands.
+        """
+        try:
+            fields = dict(self.stamp["model_config"])
+            return ModelConfig(**fields | {"eos_token_ids": tuple(fields["eos_token_ids"])})
+        except (KeyError, TypeError) as error:
+            raise TrtspecError(
+                f"trtspec.model_config does not describe a model ({error})",
+                where=str(self.path),
+                fix="build the engine again",
+            ) from error
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of config.json."""
+        return {
+            "version": self.version,
+            "pretrained_config": self.pretrained,
+            "build_config": self.build,
+            "trtspec": self.stamp,
+        }
+
+
+def write_torch_engine(
+    source: ModelSource,
+    out_dir: Path,
+    *,
+    dtype: str,
+    role: str,
+    build_config: dict[str, Any],
+    stamp: dict[str, Any],
+    progress: Callable[[float], None] | None = None,
+) -> EngineConfig:
+    """Write an engine directory for the torch runtime, one tensor at a time; a directory in its place is replaced.
+
+    Args:
+        source: the model.
+        out_dir: the engine directory; it appears complete or not at all.
+        dtype: float32, float16 or bfloat16, of the weights and the KV cache.
+        role: target, middle or draft.
+        build_config: limits under TensorRT-LLM's names; those left out get the model's or TensorRT-LLM's values.
+        stamp: added to our section of config.json; its `version` becomes the engine's version (default `torch`).
+        progress: called with the fraction that is done.
+
+    Raises:
+        TrtspecError: the torch runtime does not run this model, or the directory cannot be written.
+    """
+    from trtspec.runtime.llama import check_family
+
+    model = source.config
+    check_family(model)
+    stamp = dict(stamp)
+    build = _build_config(model, build_config)
+    config = EngineConfig(
+        path=out_dir / CONFIG,
+        version=str(stamp.pop("version", "torch")),
+        pretrained=_pretrained_config(model, dtype),
+        build=build,
+        stamp={
+            "runtime": "torch",
+            "trtspec_version": __version__,
+            "role": role,
+            "eos_token_ids": list(model.eos_token_ids),
+            "bos_token_id": model.bos_token_id,
+            "pad_token_id": model.pad_token_id,
+            "model_config": asdict(model) | {"eos_token_ids": list(model.eos_token_ids)},
+            **stamp,
+        },
+    )
+    temporary = out_dir.with_name(f".{out_dir.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a build that was killed
+    try:
+        temporary.mkdir(parents=True)
+        _write_weights(source, temporary / WEIGHTS, dtype, progress or (lambda fraction: None))
+        (temporary / CONFIG).write_text(json.dumps(config.to_json(), indent=2) + "\n", encoding="utf-8")
+        _replace_directory(temporary, out_dir)
+    except OSError as error:
+        raise TrtspecError(
+            f"the engine cannot be written: {error.strerror or error}",
+            where=str(out_dir),
+            fix="make room or choose another output.engines",
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return config
+
+
+def map_weights(config: EngineConfig) -> dict[str, torch.Tensor]:
+    """The tensors of a torch engine, mapped from the file: processes that load the same engine share its pages.
+
+    Raises:
+        TrtspecError: not a torch engine, or a tensor that its model needs is missing.
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    if config.runtime != "torch":
+        raise TrtspecError(
+            f"an engine for the runtime {config.runtime}",
+            where=str(config.path),
+            expected="an engine for the runtime torch",
+            fix="serve it on a GPU, or build with engine.runtime: torch",
+        )
+    path = config.path.with_name(WEIGHTS)
+    weights = load_file(path)
+    model = config.model
+    if model.tie_word_embeddings:
+        weights.setdefault("lm_head.weight", weights["transformer.vocab_embedding.weight"])
+    needed = dict(_stored(model, lambda name: torch.empty(1), False))
+    if missing := sorted(needed.keys() - weights.keys()):
+        raise TrtspecError(
+            f"tensor {missing[0]} is missing ({len(missing)} in all)", where=str(path), fix="build the engine again"
+        )
+    if "d2t" not in weights:  # a head padded for tensor parallelism has rows that stand for no token
+        weights["lm_head.weight"] = weights["lm_head.weight"][: config.vocab_size]
+    return weights
+
+
+def check_engine_pair(
+    target: EngineConfig,
+    draft: EngineConfig | None,
+    num_draft_tokens: int,
+    *,
+    pipeline: Path | None = None,
+    draft_logits: bool = False,
+) -> None:
+    """Refuse two engines that cannot speculate together.
+
+    Args:
+        target: verifies.
+        draft: proposes; None where the drafter is no engine.
+        num_draft_tokens: most tokens that the pipeline drafts in one cycle.
+        pipeline: file that asks for `num_draft_tokens`, named in messages.
+        draft_logits: whether the target accepts by the draft's logits.
+
+    Raises:
+        TrtspecError: what does not fit, with both files.
+    """
+    asking = f"num_draft_tokens {num_draft_tokens}" + (f" in {pipeline}" if pipeline else "")
+    if num_draft_tokens > target.max_draft_len:
+        raise TrtspecError(
+            f"max_draft_len is {target.max_draft_len}, but the pipeline drafts more: {asking}",
+            where=str(target.path),
+            expected=f"max_draft_len of at least {num_draft_tokens}",
+            fix="build the target again or lower num_draft_tokens",
+        )
+    if draft is None:
+        return
+    if target.version != draft.version:
+        raise TrtspecError(
+            f"built by version {target.version}, but {draft.path} by {draft.version}",
+            where=str(target.path),
+            fix="build both engines with the same version",
+        )
+    if draft_logits and not draft.returns_generation_logits:
+        raise TrtspecError(
+            f"the engine cannot return generation logits, but the target {target.path} is to accept by them",
+            where=str(draft.path),
+            expected="gather_generation_logits: true",
+            fix="build the draft again, or set speculation.acceptance: tokens",
+        )
+    if abs(draft.vocab_size - target.vocab_size) > _VOCAB_PADDING:
+        raise TrtspecError(
+            f"vocab_size is {target.vocab_size}, but {draft.vocab_size} in {draft.path}, more than padding explains",
+            where=str(target.path),
+            fix="choose a draft with the target's tokenizer",
+        )
+
+
+def _build_config(model: ModelConfig, given: dict[str, Any]) -> dict[str, Any]:
+    """`given` completed, and checked against the model's context."""
+    max_draft_len = given.get("max_draft_len", 0)
+    max_seq_len = given.get("max_seq_len", model.max_position_embeddings)
+    if max_seq_len > model.max_position_embeddings:
+        raise TrtspecError(
+            f"max_seq_len {max_seq_len} is longer than the model's context",
+            where="engine.max_seq_len",
+            expected=f"at most {model.max_position_embeddings}",
+        )
+    defaults = {
+        "max_batch_size": 1,
+        "max_input_len": max_seq_len,
+        "max_seq_len": max_seq_len,
+        "max_num_tokens": 8192,
+        "max_beam_width": 1,
+        "max_draft_len": max_draft_len,
+        "speculative_decoding_mode": DRAFT_TOKENS_EXTERNAL if max_draft_len else NO_SPECULATION,
+        "plugin_config": {"use_paged_context_fmha": True, "tokens_per_block": 32},
+        "gather_generation_logits": True,
+    }
+    return defaults | given
+
+
+def _pretrained_config(model: ModelConfig, dtype: str) -> dict[str, Any]:
+    return {
+        "architecture": model.architecture,
+        "dtype": dtype,
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_hidden_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads,
+        "head_size": model.head_size,
+        "intermediate_size": model.intermediate_size,
+        "norm_epsilon": model.norm_epsilon,
+        "position_embedding_type": "rope_gpt_neox",
+        "rotary_base": model.rotary_base,
+        "rotary_scaling": model.rotary_scaling,
+        "max_position_embeddings": model.max_position_embeddings,
+        "hidden_act": model.hidden_act,
+        "attn_bias": model.attn_bias,
+        "mlp_bias": model.mlp_bias,
+        "tie_word_embeddings": model.tie_word_embeddings,
+        "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
+        "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
+    }
+
+
+def _check_weights(path: Path) -> None:
+    """Refuse weights that are missing or cut short, by their header."""
+    try:
+        safetensors_header(path)
+    except TrtspecError as error:
+        raise TrtspecError(
+            error.problem, where=error.where, expected=error.expected, fix="build the engine again"
+        ) from error
+
+
+def _write_weights(source: ModelSource, path: Path, dtype: str, progress: Callable[[float], None]) -> None:
+    """A safetensors file, written tensor by tensor.
+
+    Its header stands before the data but is known after them, so room is left for it; the format lets it end in spaces.
+    """
+    import torch
+
+    model, reduced = source.config, "d2t" in source.tensor_names()
+    total = sum(1 for _ in _stored(model, lambda name: torch.empty(1), reduced))
+    room = -(-total * _HEADER_BYTES // _ALIGNMENT) * _ALIGNMENT
+    header: dict[str, Any] = {}
+    offset = 0
+    with open(path, "wb") as file:
+        file.seek(room)
+        for name, tensor in _stored(model, source.tensor, reduced):
+            if tensor.is_floating_point():
+                tensor = tensor.to(getattr(torch, dtype))
+            size = file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+            header[name] = {
+                "dtype": _SAFETENSORS_NAMES[str(tensor.dtype).removeprefix("torch.")],
+                "shape": list(tensor.shape),
+                "data_offsets": [offset, offset + size],
+            }
+            offset += size
+            progress(len(header) / total)
+        text = json.dumps(header, separators=(",", ":")).encode()
+        file.seek(0)
+        file.write(struct.pack("<Q", room - 8) + text.ljust(room - 8))
+
+
+def _stored(
+    model: ModelConfig, tensor: Callable[[str], torch.Tensor], reduced: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of an engine: a tied head is stored once, a reduced head comes with the ids of its rows."""
+    from trtspec.runtime.llama import stream_trtllm
+
+    for name, weight in stream_trtllm(model, tensor):
+        if name != "lm_head.weight" or not model.tie_word_embeddings:
+            yield name, weight
+    if reduced:
+        yield "d2t", tensor("d2t")
+
+
+def _replace_directory(new: Path, place: Path) -> None:
+    """Put the complete directory `new` where `place` is; what was there goes away last."""
+    old = new.with_suffix(".old")
+    if place.exists():
+        os.replace(place, old)
+    os.replace(new, place)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(1, 2, 1) of "1.2.1", as far as there are numbers."""
+    numbers = []
+    for part in version.split("."):
+        if not part.isdecimal():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)

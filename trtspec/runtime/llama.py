@@ -1,0 +1,340 @@
+"""A lean decoder for the Llama family (Llama, Mistral, Qwen2, Qwen3) over TensorRT-LLM's tensor names and layout.
+
+Knows tensors, a static KV cache and one forward pass. Does not know files, tokenizers, sampling or requests.
+The weights are used as they are given (no copies, no stacking), so memory-mapped files stay shared by processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+import torch.nn.functional as F
+
+from trtspec.errors import TrtspecError
+from trtspec.models.config import ModelConfig
+from trtspec.models.source import ModelSource
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+class KVCache:
+    """Keys and values of a batch, `[layers, batch, kv_heads, capacity, head]` each.
+
+    Positions at or after the next `start` are never read, so rolling back means nothing but a smaller `start`.
+    """
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.k = k
+        self.v = v
+
+    @property
+    def capacity(self) -> int:
+        """Positions a row can hold."""
+        return self.k.shape[3]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both tensors."""
+        return 2 * self.k.numel() * self.k.element_size()
+
+    def write(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int | torch.Tensor, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store k, v `[B, kv_heads, Q, head]` at `slots` `[B or 1, Q]`; return the layer's keys, values up to there."""
+        batch, _, length, _ = k.shape
+        end = (start if isinstance(start, int) else int(start.max())) + length
+        for store, new in ((self.k, k), (self.v, v)):
+            if isinstance(start, int):
+                store[layer, :batch, :, start:end] = new
+            else:
+                store[layer, torch.arange(batch, device=new.device).unsqueeze(1), :, slots] = new.transpose(1, 2)
+        return self.k[layer, :batch, :, :end], self.v[layer, :batch, :, :end]
+
+
+class Llama:
+    """One model: `forward` turns token ids into float32 logits and extends a KV cache.
+
+    Args:
+        config: sizes and switches of the model.
+        weights: tensors under TensorRT-LLM names, see `to_trtllm`; with `d2t` [n] the head has n rows, and row i
+            stands for target id `i + d2t[i]` (the offsets of an EAGLE-3 head).
+        device: where the forward pass runs; weights elsewhere are moved there.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: Mapping[str, torch.Tensor], device: str | torch.device = "cpu"
+    ) -> None:
+        check_family(config)
+        self.config = config
+        self.device = torch.device(device)
+        self.weights = {name: tensor.to(self.device) for name, tensor in weights.items()}
+        self.dtype = self.weights["transformer.ln_f.weight"].dtype
+        self._cos, self._sin = (table.to(self.device, self.dtype) for table in rope_table(config))
+        d2t = self.weights.get("d2t")
+        # head_ids: [rows of the head], the vocabulary id of each row, where the head is a reduced one
+        self.head_ids = None if d2t is None else d2t.long() + torch.arange(len(d2t), device=self.device)
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache for `batch` rows of `capacity` positions."""
+        c = self.config
+        shape = (c.num_hidden_layers, batch, c.num_key_value_heads, capacity, c.head_size)
+        return KVCache(*(torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2)))
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        cache: KVCache,
+        start: int | torch.Tensor,
+        *,
+        num_logits: int | None = None,
+        mask: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run Q tokens a row and write their keys and values at `start .. start+Q-1`.
+
+        Rows of different length need no padding on the left: give each its own `start`, pad on the right, and
+        ignore the logits of the padding; what it wrote is overwritten before it can be read.
+
+        Args:
+            input_ids: int64 `[B, Q]`.
+            cache: rows 0..B-1 are used.
+            start: first position, one int for all rows or int64 `[B]`.
+            num_logits: logits of the last so many positions only.
+            mask: bool `[Q, Q]`, which of the Q new tokens each one sees, instead of the causal triangle
+                (a token tree); the cached positions before `start` are always seen.
+            positions: int64 `[Q]`, rope position of each new token relative to `start` (depth in a token tree).
+
+        Returns:
+            float32 logits `[B, num_logits or Q, vocab]`; with a reduced head, -inf outside its ids.
+
+        Raises:
+            TrtspecError: the cache is too short.
+        """
+        return self.head(self.hidden(input_ids, cache, start, mask=mask, positions=positions)[:, -(num_logits or 0) :])
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 logits over the full vocabulary `[.., vocab]` of normalised hidden states `[.., hidden]`."""
+        logits = F.linear(hidden, self.weights["lm_head.weight"]).float()
+        if self.head_ids is None:
+            return logits
+        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -math.inf)
+        full[..., self.head_ids] = logits
+        return full
+
+    def hidden(
+        self,
+        input_ids: torch.Tensor,
+        cache: KVCache | None,
+        start: int | torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Hidden states after the last norm, `[B, Q, hidden]`; the arguments are those of `forward`.
+
+        Without a cache, whole sequences run from position 0 and nothing is kept (training).
+        """
+        length = input_ids.shape[1]
+        offsets = torch.arange(length, device=self.device)
+        begin = torch.as_tensor(start, device=self.device).reshape(-1, 1)  # [B or 1, 1]
+        slots = begin + offsets  # [B or 1, Q]
+        end = (start if isinstance(start, int) else int(begin.max())) + length
+        if cache is not None and end > cache.capacity:
+            raise TrtspecError(
+                f"the KV cache holds {cache.capacity} positions, {end} are needed",
+                fix="allocate a longer cache or shorten the input",
+            )
+        where = slots if positions is None else begin + positions
+        rope = self._cos[where].unsqueeze(1), self._sin[where].unsqueeze(1)  # [B or 1, 1, Q, head]
+        visible = self._visible(slots, begin, end, mask)
+        x = F.embedding(input_ids, self.weights["transformer.vocab_embedding.weight"])
+        for layer in range(self.config.num_hidden_layers):
+            x = self._layer(layer, x, cache, start, slots, rope, visible)
+        return self._norm(x, "transformer.ln_f.weight")
+
+    def _visible(
+        self, slots: torch.Tensor, begin: torch.Tensor, end: int, mask: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Bool `[B or 1, 1, group * Q, end]`: the cache positions each new token sees; None means all of them."""
+        length = slots.shape[1]
+        if length == 1 and slots.shape[0] == 1:
+            return None
+        keys = torch.arange(end, device=self.device)
+        if mask is None:
+            seen = keys <= slots.unsqueeze(-1)  # [B or 1, Q, end]
+        else:
+            seen = (keys < begin.unsqueeze(-1)).repeat(1, length, 1)
+            seen[:, :, end - length :] |= mask
+        group = self.config.num_attention_heads // self.config.num_key_value_heads
+        return seen.unsqueeze(1).repeat(1, 1, group, 1)
+
+    def _layer(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        cache: KVCache | None,
+        start: int | torch.Tensor,
+        slots: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        visible: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """One decoder layer over x `[B, Q, hidden]`."""
+        c = self.config
+        name = f"transformer.layers.{layer}"
+        batch, length, _ = x.shape
+        heads, kv_heads, size = c.num_attention_heads, c.num_key_value_heads, c.head_size
+        qkv = self._linear(self._norm(x, f"{name}.input_layernorm.weight"), f"{name}.attention.qkv")
+        q, k, v = (
+            part.view(batch, length, -1, size)
+            for part in qkv.split((heads * size, kv_heads * size, kv_heads * size), dim=-1)
+        )
+        if c.qk_layernorm:
+            q = self._norm(q, f"{name}.attention.q_layernorm.weight")
+            k = self._norm(k, f"{name}.attention.k_layernorm.weight")
+        q, k, v = rotate(q.transpose(1, 2), *rope), rotate(k.transpose(1, 2), *rope), v.transpose(1, 2)
+        keys, values = (k, v) if cache is None else cache.write(layer, k, v, start, slots)
+        # The query heads of one KV head stand side by side as extra queries: grouped attention without a copy of K, V.
+        q = q.reshape(batch, kv_heads, -1, size)
+        attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible)
+        attended = attended.view(batch, heads, length, size).transpose(1, 2).reshape(batch, length, heads * size)
+        x = x + self._linear(attended, f"{name}.attention.dense")
+        h = self._norm(x, f"{name}.post_layernorm.weight")
+        h = F.silu(self._linear(h, f"{name}.mlp.fc")) * self._linear(h, f"{name}.mlp.gate")
+        return x + self._linear(h, f"{name}.mlp.proj")
+
+    def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weights[name], self.config.norm_epsilon)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding in the half-split convention: x, cos, sin broadcast over `[B, heads, Q, head]`."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def rope_table(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 cosine and sine `[max_position_embeddings, head]`, with Llama 3's frequency scaling where configured.
+
+    Raises:
+        TrtspecError: another kind of rope scaling.
+    """
+    size = config.head_size
+    inverse = 1.0 / config.rotary_base ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size)
+    scaling = config.rotary_scaling
+    if scaling:
+        kind = scaling.get("rope_type", scaling.get("type"))
+        if kind == "linear":
+            inverse = inverse / scaling["factor"]
+        elif kind == "llama3":
+            inverse = _llama3_frequencies(inverse, scaling)
+        else:
+            raise TrtspecError(
+                f"rope scaling {kind!r} is not supported by the torch runtime",
+                where="config.json: rope_scaling",
+                expected="llama3, linear or none",
+                fix="use the tensorrt_llm runtime for this model",
+            )
+    angles = torch.outer(torch.arange(config.max_position_embeddings).float(), inverse)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def _llama3_frequencies(inverse: torch.Tensor, scaling: Mapping[str, float]) -> torch.Tensor:
+    """Long waves are slowed by `factor`, short ones kept, those between blended (Llama 3.1 model card)."""
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    context = scaling["original_max_position_embeddings"]
+    turns = context * inverse / (2 * math.pi)  # rotations within the original context
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return inverse * (keep + (1.0 - keep) / scaling["factor"])
+
+
+def load_weights(source: ModelSource) -> dict[str, torch.Tensor]:
+    """All weights of a model under TensorRT-LLM names, in the type they are stored in; with `d2t` if it has one."""
+    weights = to_trtllm(source.config, source.tensor)
+    if "d2t" in source.tensor_names():
+        weights["d2t"] = source.tensor("d2t")
+    return weights
+
+
+def check_family(config: ModelConfig) -> None:
+    """Refuse what this decoder would run wrongly.
+
+    Raises:
+        TrtspecError: another family, experts, or an activation other than SiLU.
+    """
+    if config.model_type not in FAMILIES or config.num_experts:
+        raise TrtspecError(
+            f"the torch runtime does not run {config.architecture}",
+            expected=f"a dense model of the families {', '.join(FAMILIES)}",
+            fix="use engine.runtime: tensorrt_llm",
+        )
+    if config.hidden_act not in ("silu", "swish"):
+        raise TrtspecError(f"activation {config.hidden_act!r} is not supported by the torch runtime", expected="silu")
+
+
+def to_trtllm(config: ModelConfig, tensor: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights under TensorRT-LLM names from a reader of Hugging Face names; a tied head is the embedding itself."""
+    return dict(stream_trtllm(config, tensor))
+
+
+def stream_trtllm(config: ModelConfig, tensor: Callable[[str], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The pairs of `to_trtllm` one after another, so that a model larger than the memory can be converted."""
+    embedding = tensor("model.embed_tokens.weight")
+    yield "transformer.vocab_embedding.weight", embedding
+    yield "lm_head.weight", embedding if config.tie_word_embeddings else tensor("lm_head.weight")
+    yield "transformer.ln_f.weight", tensor("model.norm.weight")
+    del embedding
+    for layer in range(config.num_hidden_layers):
+        ours, theirs = f"transformer.layers.{layer}", f"model.layers.{layer}"
+        for kind in ("weight", "bias") if config.attn_bias else ("weight",):
+            parts = [tensor(f"{theirs}.self_attn.{p}_proj.{kind}") for p in ("q", "k", "v")]
+            yield f"{ours}.attention.qkv.{kind}", torch.cat(parts)
+        for a, b in _LAYER_NAMES.items():
+            yield f"{ours}.{a}.weight", tensor(f"{theirs}.{b}.weight")
+        if config.attn_bias and config.model_type in ("llama", "mistral"):
+            yield f"{ours}.attention.dense.bias", tensor(f"{theirs}.self_attn.o_proj.bias")
+        if config.mlp_bias:
+            for a in ("mlp.fc", "mlp.gate", "mlp.proj"):
+                yield f"{ours}.{a}.bias", tensor(f"{theirs}.{_LAYER_NAMES[a]}.bias")
+        if config.qk_layernorm:
+            for p in ("q", "k"):
+                yield f"{ours}.attention.{p}_layernorm.weight", tensor(f"{theirs}.self_attn.{p}_norm.weight")
+
+
+def to_hf(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The way back: weights under Hugging Face names, qkv split; `d2t` keeps its name."""
+    names = {
+        "transformer.vocab_embedding": "model.embed_tokens",
+        "transformer.ln_f": "model.norm",
+        "lm_head": "lm_head",
+    }
+    for layer in range(config.num_hidden_layers):
+        ours, theirs = f"transformer.layers.{layer}", f"model.layers.{layer}"
+        names |= {f"{ours}.{a}": f"{theirs}.{b}" for a, b in _LAYER_NAMES.items()}
+        names |= {f"{ours}.attention.{p}_layernorm": f"{theirs}.self_attn.{p}_norm" for p in ("q", "k")}
+    sizes = [n * config.head_size for n in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
+    result = {}
+    for name, tensor in weights.items():
+        stem, _, kind = name.rpartition(".")
+        if stem.endswith("attention.qkv"):
+            layer_name = stem.replace("transformer.", "model.").removesuffix("attention.qkv")
+            for part, piece in zip(("q", "k", "v"), tensor.split(sizes), strict=True):
+                result[f"{layer_name}self_attn.{part}_proj.{kind}"] = piece
+        else:
+            result[f"{names[stem]}.{kind}" if stem else name] = tensor
+    return result
+
+
+_LAYER_NAMES = {
+    "input_layernorm": "input_layernorm",
+    "attention.dense": "self_attn.o_proj",
+    "post_layernorm": "post_attention_layernorm",
+    "mlp.fc": "mlp.gate_proj",
+    "mlp.gate": "mlp.up_proj",
+    "mlp.proj": "mlp.down_proj",
+}

@@ -1,0 +1,57 @@
+"""The model card of a trained draft: README.md from the figures of acceptance.json. Text only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def model_card(report: dict[str, Any]) -> str:
+    """README.md; every number in it is taken from `report`, see `trtspec.train.draft`."""
+    training, draft, step = report["training"], report["draft"], report["step_ms"]
+    greedy = report["modes"]["greedy"]["all"]["acceptance_length"]["4"]
+    head = (
+        f"# Draft for {report['target']}\n\n"
+        f"A draft model for speculative decoding: {greedy:.2f} tokens a target pass (greedy, 4 draft tokens, "
+        f"{report['prompts']} unseen prompts), at {100 * step['ratio']:.0f} % of the time of a target step.\n\n"
+        "## What it is\n\n"
+        f"- {draft['layers']} decoder layers of the target's shape ({draft['stored_parameters'] / 1e6:.1f} M "
+        "parameters, stored in bfloat16, run in float32 where the target is).\n"
+        "- Embedding and tokenizer are the target's and are not stored; config.json holds the tokenizer's hash, and "
+        "another target is refused.\n"
+        f"- The head has {draft['draft_vocab_size']} rows: the target's embedding rows of the ids it uses most "
+        "(tensor `d2t`: target id = row + d2t[row]). Other ids are never proposed; what is emitted is the target's "
+        "choice in any case.\n\n"
+        "## How it was made\n\n"
+        f"{training['answers']} answers of the target ({training['answer_tokens']} tokens) to generated prompts, "
+        "three in five greedy, the others at temperature 0.7 or 1, each token with the target's "
+        f"{training['top_k']} largest probabilities. The layers start as the first ones of the target and are "
+        f"trained on the cross-entropy with these probabilities: {training['steps']} steps, "
+        f"{training['minutes']:.0f} minutes of wall time on a machine with {training['cpus']} CPUs. On training "
+        f"prompts kept aside, draft and target agree on {100 * training['agreement']:.0f} % of the next tokens.\n\n"
+    )
+    command = f"```\n{report['command']}\n```\n"
+    measured = (
+        "## Measured\n\n"
+        f"Along {report['answer_tokens']} tokens of the target's own answers, one greedy and one sampled a prompt; "
+        "expectations of the speculative loop, exact for these texts. Acceptance length is the number of tokens a "
+        "target pass, bonus token included.\n\n"
+    )
+    for mode, categories in report["modes"].items():
+        measured += f"### {mode.capitalize()}\n\n{_table(categories)}\n"
+    places = report["modes"]["greedy"]["all"]["accepted_by_position"]
+    measured += (
+        "Accepted, given that all before it were (greedy, by place in the draft): "
+        + ", ".join(f"{100 * p:.0f} %" for p in places)
+        + f".\n\nOne-token step, batch 1, {report['threads']} threads: draft {step['draft']:.1f} ms, target "
+        f"{step['target']:.1f} ms.\n\nMeasure again with:\n\n" + command
+    )
+    return head + measured
+
+
+def _table(categories: dict[str, Any]) -> str:
+    lengths = list(next(iter(categories.values()))["acceptance_length"])
+    rows = [["draft tokens", *lengths, "rate at 4"], ["---"] * (len(lengths) + 2)]
+    for category, figures in categories.items():
+        values = [f"{figures['acceptance_length'][n]:.2f}" for n in lengths]
+        rows.append([category, *values, f"{100 * figures['acceptance_rate']['4']:.0f} %"])
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows)

@@ -1,0 +1,166 @@
+"""Stage 3 of distillation: how much of a draft the target accepts on prompts it has not seen, and what a step costs.
+
+The target's answers are recorded once (greedy and at temperature 1); a draft is then judged by one pass over them,
+see `trtspec.train.acceptance` for why that is exact. Does not know how a draft was trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtspec.errors import TrtspecError
+from trtspec.models.source import ModelSource
+from trtspec.runtime.llama import Llama
+from trtspec.train.acceptance import Acceptance, expected_acceptance
+from trtspec.train.generate import Answer, Generator, prompt_ids, save_shard
+from trtspec.train.prompts import Prompt
+
+NUM_DRAFT_TOKENS = (1, 2, 3, 4, 5, 6)
+ANSWER_TOKENS = 128
+SAMPLED_PER_PROMPT = 1
+_TOP_K = 256  # sampled answers are drawn from so many tokens, and p is renormalised over them
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One recorded answer of the target: category, temperature, tokens, and p of each answer token."""
+
+    category: str
+    temperature: float
+    tokens: torch.Tensor  # int64 [L]
+    prompt_len: int
+    p: torch.Tensor  # float32 [A]
+
+
+def read_prompts(path: Path) -> list[tuple[str, str]]:
+    """(category, prompt) of a JSON Lines file with the fields `prompt` and `category`.
+
+    Raises:
+        TrtspecError: missing, empty, or a line without these fields.
+    """
+    if not path.is_file():
+        raise TrtspecError("no such prompt file", where=str(path), expected='lines of {"prompt": ..., "category": ...}')
+    prompts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            prompts.append((str(entry["category"]), str(entry["prompt"])))
+        except (ValueError, KeyError, TypeError) as error:
+            raise TrtspecError(
+                "not a prompt", where=f"{path}:{number}", expected='{"prompt": "...", "category": "..."}'
+            ) from error
+    if not prompts:
+        raise TrtspecError("no prompts", where=str(path), expected='lines of {"prompt": ..., "category": ...}')
+    return prompts
+
+
+def reference_answers(
+    model: Llama, source: ModelSource, prompts: Sequence[tuple[str, str]], folder: Path, seed: int = 0
+) -> list[Reference]:
+    """The target's answers: one greedy and one sampled a prompt; recorded in `folder`, by target and prompts."""
+    from safetensors.torch import load_file
+
+    made_of = json.dumps([source.fingerprint(), prompts, seed])
+    path = folder / f"reference-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}.safetensors"
+
+    plan = [
+        (category, prompt, temperature)
+        for category, prompt in prompts
+        for temperature in (0.0,) + (1.0,) * SAMPLED_PER_PROMPT
+    ]
+    if not path.exists():
+        waiting = []
+        for index, (_, prompt, temperature) in enumerate(plan):
+            chat = Prompt("measure", ({"role": "user", "content": prompt},))
+            ids = prompt_ids(chat, source)
+            waiting.append(Answer(index, ids, temperature, ANSWER_TOKENS, [], [], []))
+        capacity = max(len(answer.prompt) for answer in waiting) + ANSWER_TOKENS
+        generator = Generator(
+            model, source.config.eos_token_ids, rows=min(64, len(plan)), capacity=capacity, top_k=_TOP_K, seed=seed
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        save_shard(list(generator.answers(iter(waiting))), path)
+    data = load_file(path)
+    lengths, prompt_lens = data["length"].tolist(), data["prompt_len"].tolist()
+    answers = [length - prompt for length, prompt in zip(lengths, prompt_lens, strict=True)]
+    references = []
+    for index, tokens, prompt_len, ids, logprobs in zip(
+        data["index"].tolist(), data["tokens"].long().split(lengths), prompt_lens,
+        data["top_ids"].long().split(answers), data["top_logprobs"].float().split(answers), strict=True,
+    ):  # fmt: skip
+        probs = logprobs.exp() / logprobs.exp().sum(dim=-1, keepdim=True)
+        chosen = (probs * (ids == tokens[prompt_len:, None])).sum(dim=-1)
+        category, _, temperature = plan[index]
+        references.append(Reference(category, temperature, tokens, prompt_len, chosen))
+    return references
+
+
+@torch.inference_mode()
+def acceptance_probabilities(draft: Llama, reference: Reference) -> list[float]:
+    """Per answer token, the probability that the draft's proposal there is accepted, given that the text goes on so."""
+    hidden = draft.hidden(reference.tokens[None, :-1], None, 0)[0, reference.prompt_len - 1 :]
+    logits = draft.head(hidden)  # [A, vocab]
+    emitted = reference.tokens[reference.prompt_len :]
+    if reference.temperature == 0:
+        return (logits.argmax(dim=-1) == emitted).float().tolist()
+    q = logits.softmax(dim=-1).gather(1, emitted[:, None])[:, 0]
+    return (q / reference.p.clamp_min(1e-9)).clamp_max(1.0).tolist()
+
+
+@torch.inference_mode()
+def step_milliseconds(model: Llama, position: int = 192, repeats: int = 30) -> float:
+    """Median time of a forward pass over one token with `position` tokens cached, batch 1."""
+    cache = model.new_cache(1, position + 1)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        model.forward(token, cache, position)
+        times.append(1000 * (time.perf_counter() - begin))
+    return statistics.median(times)
+
+
+def measure(draft: Llama, target: Llama, references: Sequence[Reference]) -> dict[str, Any]:
+    """The figures of acceptance.json: by temperature, overall and by category, at 1 to 6 draft tokens."""
+    texts: dict[float, dict[str, list[list[float]]]] = {}
+    for reference in references:
+        by_category = texts.setdefault(reference.temperature, {})
+        by_category.setdefault(reference.category, []).append(acceptance_probabilities(draft, reference))
+    draft_ms, target_ms = step_milliseconds(draft), step_milliseconds(target)
+    return {
+        "answer_tokens": sum(len(reference.p) for reference in references),
+        "prompts": len({tuple(r.tokens[: r.prompt_len].tolist()) for r in references}),
+        "threads": torch.get_num_threads(),
+        "step_ms": {
+            "draft": round(draft_ms, 2),
+            "target": round(target_ms, 2),
+            "ratio": round(draft_ms / target_ms, 4),
+        },
+        "modes": {
+            "greedy" if temperature == 0 else f"temperature {temperature:g}": {
+                "all": _figures([text for texts_ in by_category.values() for text in texts_]),
+                **{category: _figures(texts_) for category, texts_ in by_category.items()},
+            }
+            for temperature, by_category in sorted(texts.items())
+        },
+    }
+
+
+def _figures(texts: list[list[float]]) -> dict[str, Any]:
+    by_length: dict[str, Acceptance] = {str(n): expected_acceptance(texts, n) for n in NUM_DRAFT_TOKENS}
+    return {
+        "acceptance_length": {n: round(a.length, 3) for n, a in by_length.items()},
+        "acceptance_rate": {n: round(a.rate, 3) for n, a in by_length.items()},
+        "accepted_by_position": [round(rate, 3) for rate in by_length[str(NUM_DRAFT_TOKENS[-1])].by_position],
+    }

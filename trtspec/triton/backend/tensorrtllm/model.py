@@ -1,0 +1,288 @@
+"""Stand-in for TensorRT-LLM's Triton backend: serves engine models of the same repository with the torch runtime.
+
+Takes and answers the tensors of the C++ backend: requests must ask for output_ids and sequence_length, output_ids hold
+the prompt unless told otherwise and never the end id, a request with neither top_k nor top_p is greedy, `stop` cancels.
+What it cannot honour it refuses by name. Knows Triton's Python backend and the runtime.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from trtspec.decoding.engine_call import Cancelled, EngineRequest, EngineResult
+from trtspec.decoding.sampling import SamplingParams
+from trtspec.errors import TrtspecError
+from trtspec.runtime.torch_runtime import TorchRuntime
+from trtspec.triton.models.tensors import Inputs, Refused, split_word_list
+
+DEFAULT_KV_CACHE_BYTES = 1 << 30
+_FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+_NOT_SUPPORTED = {
+    "this engine has no encoder": (
+        "encoder_input_features",
+        "encoder_output_lengths",
+        "decoder_input_ids",
+        "decoder_input_lengths",
+        "cross_attention_mask",
+        "skip_cross_attn_blocks",
+    ),
+    "this engine has no prompt table": ("prompt_embedding_table", "prompt_table_extra_ids", "prompt_vocab_size"),
+    "this engine has no multimodal positions": ("mrope_rotary_cos_sin", "mrope_position_deltas"),
+    "this engine has no LoRA weights": ("lora_task_id", "lora_weights", "lora_config"),
+    "the torch runtime does not do it": (
+        "draft_acceptance_threshold",
+        "runtime_top_p_min",
+        "runtime_top_p_decay",
+        "runtime_top_p_reset_ids",
+        "beam_search_diversity_rate",
+        "return_context_logits",
+        "context_phase_params",
+        "retention_token_range_starts",
+        "retention_token_range_ends",
+        "retention_token_range_priorities",
+        "retention_token_range_durations_ms",
+        "retention_decode_priority",
+        "retention_decode_duration_ms",
+        "guided_decoding_guide_type",
+        "guided_decoding_guide",
+        "lookahead_window_size",
+        "lookahead_ngram_size",
+        "lookahead_verification_set_size",
+    ),
+    "streaming needs a decoupled model, and this one is not": ("streaming",),
+}
+
+
+class TritonPythonModel:
+    """One engine model in one process."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the engine that the model's gpt_model_path names."""
+        if int(np.__version__.split(".")[0]) >= 2:
+            raise pb_utils.TritonModelException(f"numpy {np.__version__}: Triton's Python backend needs numpy<2")
+        config = json.loads(args["model_config"])
+        if config.get("model_transaction_policy", {}).get("decoupled"):
+            raise pb_utils.TritonModelException("decoupled engine models need the C++ backend; set decoupled: false")
+        parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
+        engine_dir = local_engine_dir(parameters.get("gpt_model_path", ""), os.environ)
+        try:
+            self._runtime = TorchRuntime(
+                engine_dir,
+                device=os.environ.get("TRTSPEC_DEVICE", "cpu"),
+                kv_cache_bytes=int(parameters.get("trtspec_kv_cache_bytes", DEFAULT_KV_CACHE_BYTES)),
+                num_threads=int(os.environ["OMP_NUM_THREADS"]) if "OMP_NUM_THREADS" in os.environ else None,
+            )
+        except TrtspecError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+        self._exclude_input = parameters.get("exclude_input_in_output") == "true"
+        self._threads = ThreadPoolExecutor(max(1, config["max_batch_size"]), thread_name_prefix="engine")
+        self._lock = threading.Lock()
+        self._running: dict[str, list[threading.Event]] = {}  # request id -> what stops its requests
+
+    def execute(self, requests: list[Any]) -> None:
+        """Hand each request to a thread; a `stop` takes effect at once."""
+        for request in requests:
+            self._accept(request, request.get_response_sender(), time.time_ns())
+
+    def finalize(self) -> None:
+        """Finish what is under way."""
+        self._threads.shutdown()
+
+    def _accept(self, request: Any, sender: Any, arrival_ns: int) -> None:
+        request_id = request.request_id()
+        try:
+            inputs = Inputs({tensor.name(): tensor.as_numpy() for tensor in request.inputs()})
+            if inputs.flag("stop"):
+                if not request_id:
+                    raise Refused("stop needs the request id of the request to stop")
+                with self._lock:
+                    for stopped in self._running.get(request_id, ()):
+                        stopped.set()
+                sender.send(pb_utils.InferenceResponse([]), flags=_FINAL)
+                return
+            wanted = frozenset(request.requested_output_names())
+            if not {"output_ids", "sequence_length"} <= wanted:
+                raise Refused("a request must ask for the outputs output_ids and sequence_length")
+            call = read_call(inputs)
+        except (Refused, ValueError) as error:
+            _send_error(sender, str(error), pb_utils.TritonError.INVALID_ARG)
+            return
+        stop = threading.Event()
+        with self._lock:
+            self._running.setdefault(request_id, []).append(stop)
+        self._threads.submit(self._run, request, sender, inputs, call, wanted, stop, arrival_ns)
+
+    def _run(
+        self,
+        request: Any,
+        sender: Any,
+        inputs: Inputs,
+        call: EngineRequest,
+        wanted: frozenset[str],
+        stop: threading.Event,
+        arrival_ns: int,
+    ) -> None:
+        started_ns = time.time_ns()
+        try:
+            result = self._runtime.execute(call, cancelled=lambda: stop.is_set() or request.is_cancelled())
+            exclude = inputs.flag("exclude_input_in_output", self._exclude_input)
+            outputs = answer(call, result, inputs, exclude, (arrival_ns, started_ns, time.time_ns()))
+            tensors = [pb_utils.Tensor(name, array) for name, array in outputs.items() if name in wanted]
+            sender.send(pb_utils.InferenceResponse(tensors), flags=_FINAL)
+        except Cancelled:
+            _send_error(sender, "the request was stopped", pb_utils.TritonError.CANCELLED)
+        except TrtspecError as error:
+            _send_error(sender, str(error), pb_utils.TritonError.INVALID_ARG)
+        except Exception as error:
+            pb_utils.Logger.log_error(f"request {request.request_id()!r} failed: {error!r}")
+            _send_error(sender, f"internal error: {error!r}", pb_utils.TritonError.INTERNAL)
+        finally:
+            with self._lock:
+                events = self._running[request.request_id()]
+                events.remove(stop)
+                if not events:
+                    del self._running[request.request_id()]
+
+
+def local_engine_dir(path: str, environment: Any) -> Path:
+    """Where the engine at `path` of the server's mount point lies on this machine."""
+    mount, root = environment.get("TRTSPEC_ENGINE_MOUNT"), environment.get("TRTSPEC_ENGINE_ROOT")
+    if mount and root and PurePosixPath(path).is_relative_to(mount):
+        return Path(root) / PurePosixPath(path).relative_to(mount)
+    return Path(path)
+
+
+def read_call(inputs: Inputs) -> EngineRequest:
+    """The tensors of one request as an engine call.
+
+    Raises:
+        Refused: something is missing, out of range or not supported; the message names the tensor.
+    """
+    for reason, names in _NOT_SUPPORTED.items():
+        inputs.refuse(names, reason)
+    for name in ("beam_width", "num_return_sequences"):
+        if inputs.integer(name, 1) != 1:
+            raise Refused(f"{name} is {inputs.integer(name)}; expected 1")
+    ids = _ids(inputs, "input_ids")
+    if ids is None or not len(ids) or inputs.integer("input_lengths") != len(ids):
+        given = 0 if ids is None else len(ids)
+        raise Refused(f"input_lengths is {inputs.integer('input_lengths')} for {given} input_ids; expected the same")
+    max_new_tokens = inputs.integer("request_output_len", minimum=1)
+    if max_new_tokens is None:
+        raise Refused("request_output_len is missing; expected 1 or more")
+    end_id = inputs.integer("end_id", minimum=-1)
+    drafts = _ids(inputs, "draft_input_ids")
+    draft_logits = inputs.array("draft_logits") if drafts is not None and len(drafts) else None
+    if draft_logits is not None:
+        draft_logits = _without_batch(draft_logits, 2, "draft_logits")
+    bias = inputs.array("embedding_bias")
+    return EngineRequest(
+        input_ids=ids,
+        max_new_tokens=max_new_tokens,
+        sampling=_sampling(inputs),
+        end_id=None if end_id == -1 else end_id,
+        stop_sequences=_word_list(inputs, "stop_words_list"),
+        bad_words=_word_list(inputs, "bad_words_list"),
+        embedding_bias=_without_batch(bias, 1, "embedding_bias") if bias is not None and bias.size else None,
+        draft_tokens=drafts if drafts is not None and len(drafts) else None,
+        draft_logits=draft_logits,
+        min_new_tokens=inputs.integer("min_tokens", 0, minimum=0) or 0,
+        return_generation_logits=inputs.flag("return_generation_logits"),
+        return_log_probs=inputs.flag("return_log_probs"),
+    )
+
+
+def _sampling(inputs: Inputs) -> SamplingParams:
+    """TensorRT-LLM's rule: top_p of 0 or less counts as absent, and with neither top_k nor top_p it is greedy."""
+    top_k = inputs.integer("runtime_top_k", 0, minimum=0) or 0
+    top_p = inputs.number("runtime_top_p", 0.0) or 0.0
+    temperature = inputs.number("temperature", 1.0)
+    params = SamplingParams(
+        temperature=temperature if temperature is not None and (top_k or top_p > 0) else 0.0,
+        top_k=top_k,
+        top_p=top_p if top_p > 0 else 1.0,
+        repetition_penalty=inputs.number("repetition_penalty", 1.0) or 1.0,
+        presence_penalty=inputs.number("presence_penalty", 0.0) or 0.0,
+        frequency_penalty=inputs.number("frequency_penalty", 0.0) or 0.0,
+        seed=inputs.integer("seed", 0) or 0,
+    )
+    params.validate()
+    return params
+
+
+def answer(
+    call: EngineRequest, result: EngineResult, inputs: Inputs, exclude_input: bool, times_ns: tuple[int, int, int]
+) -> dict[str, np.ndarray]:
+    """Every output of an engine model, batch and beam dimension in front; what was not asked for is one zero."""
+    new = result.output_ids
+    if len(new) and new[-1] == call.end_id:
+        new = new[:-1]  # as the C++ backend does: ids hold what is to be shown
+    ids = new if exclude_input else np.concatenate([call.input_ids, new])
+    logits = result.generation_logits if call.return_generation_logits else None
+    log_probs = result.log_probs if call.return_log_probs else None
+    perf = inputs.flag("return_perf_metrics")
+    arrival, started, ended = times_ns if perf else (0, 0, 0)
+    drafted, accepted = (result.num_draft_tokens, result.num_accepted) if perf else (0, 0)
+    return {
+        "output_ids": ids.astype(np.int32)[np.newaxis, np.newaxis],
+        "sequence_length": _one(len(ids), np.int32),
+        "cum_log_probs": _one(0.0 if log_probs is None else float(log_probs.sum()), np.float32),
+        "output_log_probs": _floats(np.zeros(1) if log_probs is None else log_probs),
+        "context_logits": np.zeros((1, 1, 1), dtype=np.float32),
+        "generation_logits": _floats(np.zeros((1, 1)) if logits is None else logits),
+        "batch_index": _one(0, np.int32),
+        "sequence_index": _one(0, np.int32),
+        "context_phase_params": np.zeros((1, 1), dtype=np.uint8),
+        "kv_cache_alloc_new_blocks": _one(0, np.int32),
+        "kv_cache_reused_blocks": _one(0, np.int32),
+        "kv_cache_alloc_total_blocks": _one(0, np.int32),
+        "arrival_time_ns": _one(arrival, np.int64),
+        "first_scheduled_time_ns": _one(started, np.int64),
+        "first_token_time_ns": _one(ended, np.int64),
+        "last_token_time_ns": _one(ended, np.int64),
+        "acceptance_rate": _one(accepted / drafted if drafted else 0.0, np.float32),
+        "total_accepted_draft_tokens": _one(accepted, np.int32),
+        "total_draft_tokens": _one(drafted, np.int32),
+        "num_input_tokens": _one(len(call.input_ids), np.int32),
+        "num_output_tokens": _one(len(new), np.int32),
+    }
+
+
+def _ids(inputs: Inputs, name: str) -> np.ndarray | None:
+    array = inputs.array(name)
+    return None if array is None else _without_batch(array, 1, name)
+
+
+def _word_list(inputs: Inputs, name: str) -> tuple[tuple[int, ...], ...]:
+    array = inputs.array(name)
+    return () if array is None else split_word_list(_without_batch(array, 2, name), name)
+
+
+def _without_batch(array: np.ndarray, rank: int, name: str) -> np.ndarray:
+    """The tensor of one request, `rank` dimensions."""
+    if array.ndim == rank + 1 and array.shape[0] == 1:
+        return array[0]
+    if array.ndim != rank:
+        raise Refused(f"{name} has shape {list(array.shape)}; expected {rank} dimensions for one request")
+    return array
+
+
+def _one(value: float, dtype: type) -> np.ndarray:
+    return np.array([[value]], dtype=dtype)
+
+
+def _floats(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array[np.newaxis, np.newaxis], dtype=np.float32)
+
+
+def _send_error(sender: Any, message: str, code: Any) -> None:
+    sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code)), flags=_FINAL)

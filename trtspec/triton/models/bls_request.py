@@ -1,0 +1,221 @@
+"""What a client asks of the BLS model: its tensors as a decoding request, or the reason why not.
+
+Knows the names of the pipeline's inputs and what this pipeline cannot honour. Knows nothing of Triton's API.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from trtspec_decoding.request import Request
+from trtspec_decoding.sampling import request_sampling
+
+from .tensors import Inputs, Refused, embedding_bias
+from .tokenization import Tokenization
+
+_NOT_SUPPORTED = {
+    "decoder-only models take no separate decoder input": ("decoder_text_input",),
+    "this pipeline takes text only": (
+        "image_input",
+        "image_bytes_input",
+        "image_url_input",
+        "image_sizes_input",
+        "video_bytes_input",
+    ),
+    "prompt tuning cannot be combined with this pipeline": (
+        "prompt_embedding_table",
+        "prompt_vocab_size",
+        "prompt_table_extra_id",
+    ),
+    "the engines have no LoRA weights": ("lora_task_id", "lora_weights", "lora_config"),
+    "drafts are not constrained by a grammar": ("guided_decoding_guide_type", "guided_decoding_guide"),
+    "logits are not collected across cycles; ask the engine model": (
+        "return_context_logits",
+        "return_generation_logits",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Defaults and limits of the pipeline, from the parameters in config.pbtxt."""
+
+    target: str
+    draft: str | None
+    acceptance: str
+    num_draft_tokens: int
+    max_draft_len: int
+    draft_returns_logits: bool
+    vocab_size: int
+    draft_vocab_size: int
+    max_input_len: int
+    target_context: int
+    draft_context: int | None
+    end_ids: tuple[int, ...]
+    bos_token_id: int | None
+    add_bos: bool
+    skip_special_tokens: bool
+    exclude_input: bool
+    max_concurrency: int
+    plain_chunk_tokens: int
+    call_timeout_s: float
+    draft_rest_s: float
+
+    @classmethod
+    def parse(cls, parameters: Mapping[str, str]) -> Settings:
+        """Read the parameters.
+
+        Raises:
+            ValueError: one is missing, malformed or not supported; the message names it.
+        """
+        for name in ("accumulate_tokens", "multimodal_encoders_name"):
+            if parameters.get(name, "false").lower() not in ("", "false"):
+                raise ValueError(f"parameter {name} is {parameters[name]!r}; expected it unset")
+        try:
+            return cls(
+                target=parameters["tensorrt_llm_model_name"],
+                draft=parameters.get("tensorrt_llm_draft_model_name"),
+                acceptance=parameters["acceptance"],
+                num_draft_tokens=int(parameters["num_draft_tokens"]),
+                max_draft_len=int(parameters["max_draft_len"]),
+                draft_returns_logits=parameters.get("draft_returns_logits") == "true",
+                vocab_size=int(parameters["vocab_size"]),
+                draft_vocab_size=int(parameters.get("draft_vocab_size", parameters["vocab_size"])),
+                max_input_len=int(parameters["max_input_len"]),
+                target_context=int(parameters["target_max_seq_len"]),
+                draft_context=_optional_int(parameters.get("draft_max_seq_len")),
+                end_ids=tuple(int(token) for token in parameters["end_ids"].split(",") if token),
+                bos_token_id=_optional_int(parameters.get("bos_token_id")),
+                add_bos=parameters["add_bos"] == "true",
+                skip_special_tokens=parameters["skip_special_tokens"] == "true",
+                exclude_input=parameters["exclude_input_in_output"] == "true",
+                max_concurrency=int(parameters["max_concurrency"]),
+                plain_chunk_tokens=int(parameters["plain_chunk_tokens"]),
+                call_timeout_s=float(parameters["call_timeout_s"]),
+                draft_rest_s=float(parameters["draft_rest_s"]),
+            )
+        except KeyError as error:
+            raise ValueError(f"parameter {error.args[0]} is missing from config.pbtxt") from None
+
+
+@dataclass(frozen=True)
+class ClientRequest:
+    """One request, understood: what to decode, and how to answer."""
+
+    decoding: Request
+    prompt: str
+    stream: bool
+    exclude_input: bool
+    acceptance: str
+    return_perf_metrics: bool
+    notes: tuple[str, ...]
+
+
+def read_request(inputs: Inputs, settings: Settings, tokenization: Tokenization) -> ClientRequest:
+    """Translate the tensors of one request.
+
+    Raises:
+        Refused, ValueError: something is missing, out of range or not supported; the message names the tensor.
+    """
+    _refuse_unsupported(inputs)
+    prompt = inputs.text("text_input")
+    if not prompt:
+        raise Refused("text_input is empty; expected some text")
+    if len(prompt) > settings.max_input_len * tokenization.longest_token:
+        raise Refused(f"text_input has {len(prompt)} characters; expected at most {settings.max_input_len} tokens")
+    prompt_ids = tokenization.encode(prompt)
+    if not 1 <= len(prompt_ids) <= settings.max_input_len:
+        raise Refused(f"text_input has {len(prompt_ids)} tokens; expected 1 to {settings.max_input_len}")
+    max_tokens = inputs.integer("max_tokens", minimum=1)
+    if max_tokens is None:
+        raise Refused("max_tokens is missing; expected 1 or more")
+    seed = inputs.integer("seed")
+    sampling, notes = request_sampling(
+        temperature=inputs.number("temperature"),
+        top_k=inputs.integer("top_k"),
+        top_p=inputs.number("top_p"),
+        repetition_penalty=inputs.number("repetition_penalty"),
+        presence_penalty=inputs.number("presence_penalty"),
+        frequency_penalty=inputs.number("frequency_penalty"),
+        seed=secrets.randbits(64) if seed is None else seed,  # without a seed every answer is a new draw
+    )
+    biased = inputs.weighted_words("embedding_bias_words", "embedding_bias_weights")
+    decoding = Request(
+        prompt_ids=np.array(prompt_ids, dtype=np.int32),
+        max_tokens=max_tokens,
+        min_tokens=inputs.integer("min_tokens", 0, minimum=0),
+        sampling=sampling,
+        end_ids=_end_ids(inputs, settings),
+        stop_strings=tuple(inputs.words("stop_words")),
+        bad_words=tuple(tuple(tokenization.encode_word(word)) for word in inputs.words("bad_words")),
+        embedding_bias=embedding_bias(
+            [(tokenization.encode_word(word), weight) for word, weight in biased], settings.vocab_size
+        ),
+        num_draft_tokens=_num_draft_tokens(inputs, settings),
+        target_context=settings.target_context,
+        draft_context=settings.draft_context,
+        plain_chunk_tokens=settings.plain_chunk_tokens,
+        return_log_probs=inputs.flag("return_log_probs"),
+    )
+    return ClientRequest(
+        decoding=decoding,
+        prompt=prompt,
+        stream=inputs.flag("stream"),
+        exclude_input=inputs.flag("exclude_input_in_output", settings.exclude_input),
+        acceptance=_acceptance(inputs, settings),
+        return_perf_metrics=inputs.flag("return_perf_metrics"),
+        notes=notes,
+    )
+
+
+def _refuse_unsupported(inputs: Inputs) -> None:
+    for reason, names in _NOT_SUPPORTED.items():
+        inputs.refuse(names, reason)
+    text = inputs.array("text_input")
+    if text is not None and text.size != 1:
+        raise Refused(f"text_input has shape {list(text.shape)}; expected one text a request")
+    for name in ("beam_width", "num_return_sequences"):
+        count = inputs.integer(name, 1)
+        if count != 1:
+            raise Refused(f"{name} is {count}; speculation gives one sequence, expected 1")
+    pad_id = inputs.integer("pad_id", 0)
+    if pad_id is not None and pad_id < 0:
+        raise Refused(f"pad_id is {pad_id}; expected 0 or more")
+
+
+def _end_ids(inputs: Inputs, settings: Settings) -> tuple[int, ...]:
+    """The client's own end id in place of the model's; -1 means that nothing ends the text but its length."""
+    end_id = inputs.integer("end_id", minimum=-1)
+    if end_id is None:
+        return settings.end_ids
+    if end_id >= settings.vocab_size:
+        raise Refused(f"end_id is {end_id}; expected an id below {settings.vocab_size}")
+    return () if end_id == -1 else (end_id,)
+
+
+def _num_draft_tokens(inputs: Inputs, settings: Settings) -> int:
+    wanted = inputs.integer("num_draft_tokens", settings.num_draft_tokens, minimum=0) or 0
+    if wanted and settings.draft is None:
+        raise Refused(f"num_draft_tokens is {wanted}; there is no draft model here, expected 0")
+    if wanted > settings.max_draft_len:
+        raise Refused(f"num_draft_tokens is {wanted}; the target engine verifies at most {settings.max_draft_len}")
+    return wanted
+
+
+def _acceptance(inputs: Inputs, settings: Settings) -> str:
+    if "use_draft_logits" not in inputs:
+        wanted = settings.acceptance
+    else:
+        wanted = "logits" if inputs.flag("use_draft_logits") else "tokens"
+    if settings.draft_returns_logits:
+        return wanted
+    if wanted == "logits":
+        raise Refused("use_draft_logits is true; the draft engine cannot return generation logits")
+    return "tokens"
+
+
+def _optional_int(text: str | None) -> int | None:
+    return None if text is None else int(text)

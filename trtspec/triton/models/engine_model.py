@@ -1,0 +1,221 @@
+"""An engine model of this Triton server as an `EngineCall` of the decoding core.
+
+Knows the tensors of a TensorRT-LLM engine model and Triton's calls between models. Every answer is checked before it is
+believed, because Triton passes wrong shapes and types through; every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from trtspec_decoding.engine_call import EngineError, EngineRequest, EngineResult
+
+from .tensors import word_list
+
+_GREEDY = np.ones((1, 1), dtype=np.int32)
+_TRUE = np.ones((1, 1), dtype=np.bool_)
+
+
+class EngineModel:
+    """One engine model.
+
+    Args:
+        name: the model in this server.
+        vocab_size: of this model: the width of its logits and of what is sent to it.
+        num_ids: ids it may answer, fewer than `vocab_size` where the other model has a smaller vocabulary.
+        timeout_s: longest wait for one answer.
+        max_calls: calls that may be under way at the same time.
+        rest_s: after a failed call, further calls fail at once for so many seconds instead of waiting too.
+    """
+
+    def __init__(
+        self, name: str, *, vocab_size: int, num_ids: int, timeout_s: float, max_calls: int, rest_s: float = 0.0
+    ) -> None:
+        self.name = name
+        self._vocab_size = vocab_size
+        self._num_ids = num_ids
+        self._timeout_s = timeout_s
+        self._rest_s = rest_s
+        self._resting_until = 0.0
+        # Triton can neither cancel a call nor end it at a deadline, so each one waits in a thread that can be left.
+        self._threads = concurrent.futures.ThreadPoolExecutor(max_calls, thread_name_prefix=name)
+
+    def for_request(self, request_id: str) -> Callable[[EngineRequest], EngineResult]:
+        """The `EngineCall` of one generation; all its calls carry `request_id`."""
+        return partial(self._call, request_id)
+
+    def close(self) -> None:
+        """Take no further calls."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _call(self, request_id: str, request: EngineRequest) -> EngineResult:
+        """Run one request to its end.
+
+        Raises:
+            EngineError: the model failed, took too long, is resting, or answered something else than was asked.
+        """
+        if time.monotonic() < self._resting_until:
+            raise EngineError(f"{self.name} is left alone for {self._rest_s:g} s after a failure")
+        try:
+            return self._result(request, self._exec(request_id, request))
+        except Exception:
+            self._resting_until = time.monotonic() + self._rest_s
+            raise
+
+    def _exec(self, request_id: str, request: EngineRequest) -> Any:
+        outputs = ["output_ids", "sequence_length"]
+        if request.return_generation_logits:
+            outputs.append("generation_logits")
+        if request.return_log_probs:
+            outputs.append("output_log_probs")
+        inputs = [pb_utils.Tensor(name, array) for name, array in self._inputs(request).items()]
+        call = pb_utils.InferenceRequest(
+            model_name=self.name, request_id=request_id, inputs=inputs, requested_output_names=outputs
+        )
+        waiting = self._threads.submit(call.exec)
+        try:
+            response = waiting.result(self._timeout_s)
+        except concurrent.futures.TimeoutError:
+            waiting.cancel()
+            raise EngineError(f"{self.name} did not answer within {self._timeout_s:g} s") from None
+        if response.has_error():
+            raise EngineError(f"{self.name}: {response.error().message()}")
+        return response
+
+    def _inputs(self, request: EngineRequest) -> dict[str, np.ndarray]:
+        """Tensors of the call, fitted to this model's vocabulary where draft and target pad theirs differently."""
+        tensors = request_tensors(request)
+        for name, missing in (("embedding_bias", 0.0), ("draft_logits", -np.inf)):
+            if name in tensors:
+                tensors[name] = _fitted(tensors[name], self._vocab_size, missing)
+        return tensors
+
+    def _result(self, request: EngineRequest, response: Any) -> EngineResult:
+        answer = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+        ids = self._checked(answer, "output_ids", np.int32, 3)[0, 0]  # [>= length]
+        length = int(self._checked(answer, "sequence_length", np.int32, 2)[0, 0])
+        start = len(request.input_ids)
+        if not start <= length <= len(ids) or not np.array_equal(ids[:start], request.input_ids):
+            raise EngineError(
+                f"{self.name} answered {length} ids that do not begin with the {start} of its input; "
+                "expected exclude_input_in_output false"
+            )
+        new = ids[start:length]
+        if len(new) > request.max_new_tokens or ((new < 0) | (new >= self._num_ids)).any():
+            raise EngineError(
+                f"{self.name} answered {new.tolist()}; expected up to {request.max_new_tokens} ids "
+                f"from 0 to {self._num_ids - 1}"
+            )
+        new = with_end_id(new, request)
+        logits = log_probs = None
+        if request.return_generation_logits:
+            logits = self._checked(answer, "generation_logits", np.float32, 4)[0, 0]  # [n, V]
+            if logits.shape[1] != self._vocab_size:
+                raise EngineError(f"{self.name} answered logits of {logits.shape[1]} ids, not {self._vocab_size}")
+            logits = logits[: len(new)]
+            new = new[: len(logits)]  # an engine may keep no row for the end id
+        if request.return_log_probs:
+            values = self._checked(answer, "output_log_probs", np.float32, 3)[0, 0]
+            log_probs = np.zeros(len(new), dtype=np.float32)
+            log_probs[: min(len(values), len(new))] = values[: len(new)]
+        drafts = np.zeros(0, dtype=np.int32) if request.draft_tokens is None else request.draft_tokens
+        return EngineResult(
+            output_ids=new,
+            generation_logits=logits,
+            log_probs=log_probs,
+            num_draft_tokens=len(drafts),
+            num_accepted=num_equal(new, drafts),
+        )
+
+    def _checked(self, answer: dict[str, np.ndarray], name: str, dtype: type, rank: int) -> np.ndarray:
+        array = answer.get(name)
+        if array is None:
+            raise EngineError(f"{self.name} answered without {name}")
+        if array.dtype != dtype or array.ndim != rank or 0 in array.shape[:-1] or array.shape[0] != 1:
+            raise EngineError(
+                f"{self.name} answered {name} as {array.dtype} {list(array.shape)}; "
+                f"expected {np.dtype(dtype)} with {rank} dimensions, the first of them 1"
+            )
+        return array
+
+
+def request_tensors(request: EngineRequest) -> dict[str, np.ndarray]:
+    """The input tensors of an engine model for one request, with the batch dimension 1."""
+    tensors = {
+        "input_ids": request.input_ids[np.newaxis],
+        "input_lengths": _scalar(len(request.input_ids), np.int32),
+        "request_output_len": _scalar(request.max_new_tokens, np.int32),
+    }
+    if request.end_id is not None:
+        tensors["end_id"] = _scalar(request.end_id, np.int32)
+    if request.min_new_tokens:
+        tensors["min_tokens"] = _scalar(request.min_new_tokens, np.int32)
+    if request.stop_sequences:
+        tensors["stop_words_list"] = word_list(request.stop_sequences)[np.newaxis]
+    if request.bad_words:
+        tensors["bad_words_list"] = word_list(request.bad_words)[np.newaxis]
+    if request.embedding_bias is not None:
+        tensors["embedding_bias"] = request.embedding_bias[np.newaxis]
+    if request.draft_tokens is not None:
+        tensors["draft_input_ids"] = request.draft_tokens[np.newaxis]
+    if request.draft_logits is not None:
+        tensors["draft_logits"] = request.draft_logits[np.newaxis]
+    if request.return_generation_logits:
+        tensors["return_generation_logits"] = _TRUE
+    if request.return_log_probs:
+        tensors["return_log_probs"] = _TRUE
+    sampling = request.sampling
+    if sampling.greedy:
+        tensors["runtime_top_k"] = _GREEDY
+    else:
+        tensors["temperature"] = _scalar(sampling.temperature, np.float32)
+        if sampling.top_k:
+            tensors["runtime_top_k"] = _scalar(sampling.top_k, np.int32)
+        # sent also when it is 1: with neither top_k nor top_p the engine is greedy, whatever the temperature
+        tensors["runtime_top_p"] = _scalar(sampling.top_p, np.float32)
+        tensors["seed"] = _scalar(sampling.seed, np.uint64)
+    for name, off in (("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0)):
+        if (value := getattr(sampling, name)) != off:
+            tensors[name] = _scalar(value, np.float32)
+    return tensors
+
+
+def with_end_id(new: np.ndarray, request: EngineRequest) -> np.ndarray:
+    """`new` with the end id that ended it: engines leave it out of their answer, the decoding core wants to see it.
+
+    Fewer tokens than asked for can mean three things: an end id, a stop sequence (which engines do answer), or, when
+    drafts were verified, a rejection. After a rejection the last token is the target's own and never the draft's.
+    """
+    if request.end_id is None or len(new) == request.max_new_tokens or (len(new) and new[-1] == request.end_id):
+        return new
+    if any(tuple(new[-len(stop) :].tolist()) == stop for stop in request.stop_sequences):
+        return new
+    if request.draft_tokens is not None and num_equal(new, request.draft_tokens) < len(new):
+        return new
+    return np.append(new, np.int32(request.end_id))
+
+
+def num_equal(new: np.ndarray, drafts: np.ndarray) -> int:
+    """How many of the first tokens are the draft's: the accepted ones."""
+    n = min(len(new), len(drafts))
+    differing = np.flatnonzero(new[:n] != drafts[:n])
+    return int(differing[0]) if len(differing) else n
+
+
+def _fitted(array: np.ndarray, size: int, missing: float) -> np.ndarray:
+    """`array` with `size` values in the last dimension: cut, or filled up with `missing`."""
+    array = array[..., :size]
+    gap = size - array.shape[-1]
+    if gap:
+        array = np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, gap)], constant_values=missing)
+    return np.ascontiguousarray(array)
+
+
+def _scalar(value: float, dtype: type) -> np.ndarray:
+    return np.array([[value]], dtype=dtype)
