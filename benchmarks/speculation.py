@@ -26,10 +26,16 @@ from trtspec.spec.load import load_spec
 @click.command()
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, help="Override of the spec, as for trtspec.")
-@click.option("--num-draft-tokens", "settings", type=click.IntRange(min=1), multiple=True, default=(2, 4), show_default=True)
-@click.option("--num-prompts", type=click.IntRange(min=2), default=25, show_default=True, help="The first one warms up.")
+@click.option(
+    "--num-draft-tokens", "settings", type=click.IntRange(min=1), multiple=True, default=(2, 4), show_default=True
+)
+@click.option(
+    "--num-prompts", type=click.IntRange(min=2), default=25, show_default=True, help="The first one warms up."
+)
 @click.option("--max-tokens", type=click.IntRange(min=1), default=96, show_default=True)
-def main(config: Path, overrides: tuple[str, ...], settings: tuple[int, ...], num_prompts: int, max_tokens: int) -> None:
+def main(
+    config: Path, overrides: tuple[str, ...], settings: tuple[int, ...], num_prompts: int, max_tokens: int
+) -> None:
     """Measure what speculation gains with the engines of CONFIG."""
     spec = load_spec(config, overrides)
     prompts = spread(read_prompts(spec.base_dir / str(spec.parity.prompts)), num_prompts)

@@ -156,14 +156,14 @@ def test_draws_of_the_stated_deviation_are_found_as_often_as_stated() -> None:
 def test_p_values_are_not_too_small_under_the_hypothesis() -> None:
     """Hypothesis: each test rejects right data at level .01 no more often than that.
 
-    3000 samples of 150; at a true rate of .01 more than 49 rejections have probability 1e-3 (the statistics are not
+    1500 samples of 150; at a true rate of .01 more than 28 rejections have probability 1e-3 (the statistics are not
     exactly normal or chi-square distributed, the tail is what matters).
     """
     rng = np.random.default_rng(4)
     p, q = rng.dirichlet(np.full(20, 0.5)), rng.dirichlet(np.full(20, 0.5))
     rejections = dict.fromkeys(("uniformity", "independence", "leaning", "rarest", "chi_square"), 0)
     terms = np.array([overlap(p, q, token) for token in range(20)])
-    for _ in range(3000):
+    for _ in range(1500):
         u = rng.random(150)
         tokens = rng.choice(20, size=150, p=p)
         found = {
@@ -175,7 +175,7 @@ def test_p_values_are_not_too_small_under_the_hypothesis() -> None:
         }
         for name, evidence in found.items():
             rejections[name] += evidence.p_value < 0.01
-    assert all(10 <= number <= 49 for number in rejections.values()), rejections
+    assert all(4 <= number <= 28 for number in rejections.values()), rejections
 
 
 @pytest.mark.parametrize(("num", "expected"), [(0, 1.0), (5, 1.0), (400, 0.15238), (10000, 0.030477)])

@@ -123,6 +123,8 @@ def test_a_failed_write_leaves_nothing_and_the_old_engine_in_place(tiny_model_di
 
 def test_an_engine_is_replaced_as_a_whole(source: ModelSource, engine: Path) -> None:
     (engine / "rank1.safetensors").write_bytes(b"of an older build")
+    for leftover in (".engine.tmp", ".engine.old"):  # of builds that were killed
+        shutil.copytree(engine, engine.with_name(leftover))
     write(source, engine, role="draft")
     assert sorted(path.name for path in engine.iterdir()) == ["config.json", "rank0.safetensors"]
     assert EngineConfig.load(engine).stamp["role"] == "draft"
@@ -194,6 +196,10 @@ def test_broken_engines_are_refused_with_the_file_named(
         (lambda engine: edit(engine, "trtspec", runtime="tensorrt_llm"), "runtime tensorrt_llm; expected .* torch"),
         (lambda engine: edit(engine, None, trtspec={}), "runtime tensorrt_llm; expected .* torch"),
         (lambda engine: edit(engine, "trtspec", model_config={"a": 1}), "model_config does not describe a model"),
+        (
+            lambda engine: edit(engine, "build_config", max_seq_len="long"),
+            "build_config.max_seq_len is 'long'",
+        ),
     ],
 )
 def test_the_torch_runtime_refuses_engines_that_it_cannot_run(

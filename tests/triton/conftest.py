@@ -21,6 +21,7 @@ SPECIALS = (BOS, EOS, SECOND_EOS, IM_START, IM_END)
 MAX_DRAFT_LEN = 5
 SCRIPTED_TIMEOUT_S = 5  # less than what the scripted draft sleeps
 DEADLINE_S = 120.0
+KV_CACHE_BYTES = 32 << 20
 ARRAYS = ("output_ids", "sequence_length", "generation_logits", "output_log_probs")
 SCRIPTED = Path(__file__).parent / "scripted_draft"
 CHAT_TEMPLATE = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
@@ -184,7 +185,6 @@ speculation: {{method: draft_target, num_draft_tokens: 3, draft: {{model: ./draf
 engine: {{max_batch_size: 8, max_input_len: 256, max_seq_len: 512, max_draft_len: {MAX_DRAFT_LEN}}}
 serving:
   num_threads: 1
-  kv_cache_bytes: {{target: 32MiB, draft: 32MiB}}
 """
     )
     spec = load_spec(root / "tiny.yaml")
@@ -204,6 +204,7 @@ serving:
             "tokenizer_json": target.tokenizer_json(),
             "add_bos": target.add_bos,
             "chat_template": target.chat_template,
+            "kv_cache_bytes": {"target": KV_CACHE_BYTES, "draft": KV_CACHE_BYTES},
         }
         return write_repository(out_dir=out_dir, **(settings | changes))  # type: ignore[arg-type]
 

@@ -100,6 +100,7 @@ def test_the_same_files_serve_here_and_on_the_container(repository: Path, pair: 
         assert parameters["gpt_model_type"] == "inflight_fused_batching"
         assert parameters["exclude_input_in_output"] == "false"
         assert parameters["enable_kv_cache_reuse"] == "true"
+        assert parameters["trtspec_kv_cache_bytes"] == str(32 << 20)
         assert "decoding_mode" not in parameters
     assert config_of(repository, "tensorrt_llm_bls").model_transaction_policy.decoupled
     assert not config_of(repository, "tensorrt_llm_bls_unary").model_transaction_policy.decoupled
@@ -145,8 +146,6 @@ def test_an_older_repository_is_replaced_whole(pair: SimpleNamespace, tmp_path: 
 def test_a_refused_write_leaves_the_old_repository_and_no_rest(pair: SimpleNamespace, tmp_path: Path) -> None:
     out = pair.write(tmp_path / "r")
     before = tree(out)
-    with pytest.raises(TrtspecError):
-        pair.write(out, parameters={"tensorrt_llm": {"gpt_model_typo": "x"}})
     with pytest.raises(TrtspecError):
         pair.write(out, engines=edit_engine(pair, tmp_path / "engines", "target", max_draft_len=0))
     shutil.rmtree(tmp_path / "engines")
@@ -194,42 +193,28 @@ def test_the_decoding_core_is_carried_as_it_is(repository: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "key", "value", "message"),
+    ("model", "key", "hint"),
     [
-        (
-            "tensorrt_llm",
-            "enable_kv_cache_reuze",
-            "true",
-            "tensorrt_llm/config.pbtxt: parameters.enable_kv_cache_reuze is unknown to tensorrt_llm; "
-            "did you mean enable_kv_cache_reuse?",
-        ),
-        (
-            "tensorrt_llm_bls",
-            "num_draft_token",
-            "4",
-            "tensorrt_llm_bls/config.pbtxt: parameters.num_draft_token is unknown to tensorrt_llm_bls; "
-            "did you mean num_draft_tokens?",
-        ),
-        (
-            "tensorrt_llm_draft",
-            "gpu_device_ids",
-            "${gpu_device_ids}",
-            "tensorrt_llm_draft/config.pbtxt: parameters.gpu_device_ids is not filled in: ${gpu_device_ids}",
-        ),
-        ("tensorrt_lm", "gpu_device_ids", "0", "did you mean tensorrt_llm?"),
+        ("tensorrt_llm", "enable_kv_cache_reuze", "did you mean enable_kv_cache_reuse?"),
+        ("tensorrt_llm_draft", "gpu_devices_ids", "did you mean gpu_device_ids?"),
+        ("tensorrt_llm_bls_unary", "num_draft_token", "did you mean num_draft_tokens?"),
+        ("postprocessing", "zzz", "known: skip_special_tokens"),
     ],
 )
-def test_a_parameter_that_nobody_knows_is_refused(
-    pair: SimpleNamespace, tmp_path: Path, model: str, key: str, value: str, message: str
+def test_a_parameter_that_the_model_does_not_know_is_refused(
+    pair: SimpleNamespace, tmp_path: Path, model: str, key: str, hint: str
 ) -> None:
+    file = pair.write(tmp_path / "r") / model / "config.pbtxt"
+    file.write_text(file.read_text() + f'parameters {{ key: "{key}" value {{ string_value: "1" }} }}\n')
     with pytest.raises(TrtspecError) as refused:
-        pair.write(tmp_path / "r", parameters={model: {key: value}})
-    assert message in str(refused.value)
+        check_repository(tmp_path / "r")
+    assert str(refused.value) == f"{file}: parameters.{key} is unknown to {model}; {hint}"
 
 
-def test_parameters_can_be_set(pair: SimpleNamespace, tmp_path: Path) -> None:
-    out = pair.write(tmp_path / "r", parameters={"tensorrt_llm_draft": {"gpu_device_ids": "1"}})
-    assert parameters_of(out, "tensorrt_llm_draft")["gpu_device_ids"] == "1"
+def test_parameters_of_the_container_pass(pair: SimpleNamespace, tmp_path: Path) -> None:
+    file = pair.write(tmp_path / "r") / "tensorrt_llm_draft" / "config.pbtxt"
+    file.write_text(file.read_text() + 'parameters { key: "gpu_device_ids" value { string_value: "1" } }\n')
+    check_repository(tmp_path / "r")
 
 
 def test_every_fault_of_a_hand_made_repository_is_named(pair: SimpleNamespace, tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ class _Steps:
         """Write the Triton model repository."""
 
         def run(task: Task) -> dict[str, Any]:
-            from trtspec.triton.repository import ENGINE_MODELS, write_repository
+            from trtspec.triton.repository import write_repository
 
             target = self.sources.open("target")
             write_repository(
@@ -192,10 +192,10 @@ class _Steps:
                 spec=self.spec,
                 engines={role: self.engines_dir / role for role in self.roles},
                 tokenizer_json=target.tokenizer_json(),
+                add_bos=target.add_bos,
                 chat_template=target.chat_template,
-                parameters={
-                    ENGINE_MODELS[role]: {"trtspec_kv_cache_bytes": str(memory["kv_cache"])}
-                    for role, memory in task.results["plan"].facts["memory"].items()
+                kv_cache_bytes={
+                    role: memory["kv_cache"] for role, memory in task.results["plan"].facts["memory"].items()
                 },
             )
             return {}

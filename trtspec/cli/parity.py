@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -38,6 +37,7 @@ CHECKS = ("greedy", "speculation", "sampled", "draws")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer to a prompt.")
 @click.option("--check", "checks", type=click.Choice(CHECKS), multiple=True, help="Only this check (repeatable).")
 @click.option("--prompt", type=click.IntRange(min=1), help="Only the prompt on this line of the file.")
+@click.option("--if-changed", is_flag=True, help="Show the last good verdict again if nothing has changed since.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON line at the end.")
 @click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Write the report here, as JSON.")
 @click.pass_context
@@ -52,6 +52,7 @@ def parity(
     max_tokens: int | None,
     checks: tuple[str, ...],
     prompt: int | None,
+    if_changed: bool,
     as_json: bool,
     report: Path | None,
 ) -> None:
@@ -61,14 +62,18 @@ def parity(
     """
     if url and subject == "engines":
         raise click.UsageError("--url says where a server is, but --subject engines does not check one")
+    if if_changed and (as_json or report):
+        raise click.UsageError("--if-changed may show an earlier verdict, of which there is no report")
     given = {"num_prompts": num_prompts, "max_tokens": max_tokens, "prompts": prompts and prompts.resolve()}
     overrides += tuple(f"parity.{key}={value}" for key, value in given.items() if value is not None)
     spec = load(config, overrides)
     if report is not None and not report.absolute().parent.is_dir():
         raise click.BadParameter(f"{report.absolute().parent} is no directory", param_hint="--report")
 
+    from trtspec.build.output import write_atomic
+    from trtspec.parity import record
     from trtspec.parity import report as reports
-    from trtspec.parity.suite import Selection, run
+    from trtspec.parity.suite import Selection, run, server_url
 
     def reproduce(check: str, subject: str, number: int | None) -> str:
         words = ["trtspec", "parity", str(config), "--subject", subject, "--check", check]
@@ -83,6 +88,10 @@ def parity(
         checks=checks or CHECKS,
         prompt=prompt,
     )
+    checked = record.subject_of(spec, selection, server_url(spec, selection)) if if_changed else None
+    if checked is not None and (lines := record.recall(spec, checked)) is not None:
+        click.echo("\n".join(lines))
+        return
     with _observer() as observer:
         result = run(spec, selection, reproduce, observer)
     if sys.stdout.isatty():
@@ -92,21 +101,13 @@ def parity(
     for line in (line for check in result.checks for line in reports.finding_lines(check)):
         click.echo(line)
     click.echo(reports.summary_line(result))
+    if checked is not None and not result.failed:
+        record.save(spec, checked, [*map(reports.check_line, result.checks), reports.summary_line(result)])
     if report is not None:
-        _write(report, reports.to_json(result, indent=2) + "\n")
+        write_atomic(report, reports.to_json(result, indent=2) + "\n")
     if as_json:
         click.echo(reports.to_json(result))
     ctx.exit(EXIT_PARITY_FAILED if result.failed else 0)
-
-
-def _write(path: Path, text: str) -> None:
-    """The whole file or none."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 class _Lines:

@@ -47,6 +47,8 @@ def check_greedy(trial: Trial, subject: str, answers: Mapping[Case, Answer]) -> 
         shape = trial.misshapen(trial.query(case, SamplingParams(), trial.num_draft_tokens), answer)
         if shape:
             findings.append(trial.fault(GREEDY, subject, case, *shape))
+    passes = sum(len(answer.blocks) for answer in answers.values())
+    per_pass = sum(len(answer.ids) for answer in answers.values()) / max(1, passes)
     return _check(
         GREEDY,
         subject,
@@ -54,6 +56,7 @@ def check_greedy(trial: Trial, subject: str, answers: Mapping[Case, Answer]) -> 
         compared,
         len(answers),
         findings,
+        f"; {per_pass:.2f} tokens emitted at a time" if trial.num_draft_tokens else "",
     )
 
 
@@ -112,7 +115,13 @@ def _difference(
 
 
 def _check(
-    name: str, subject: str, hypothesis: str, compared: int, num_prompts: int, findings: Sequence[Finding]
+    name: str,
+    subject: str,
+    hypothesis: str,
+    compared: int,
+    num_prompts: int,
+    findings: Sequence[Finding],
+    more: str = "",
 ) -> Check:
     different = len({finding.prompt for finding in findings})
     return Check(
@@ -121,6 +130,6 @@ def _check(
         hypothesis=hypothesis,
         verdict=worst([Verdict.PASS, *(finding.verdict for finding in findings)]),
         evidence=f"{compared} tokens of {num_prompts} prompts compared; {num_prompts - different} prompts without a "
-        "difference",
+        f"difference{more}",
         findings=tuple(findings),
     )

@@ -128,6 +128,8 @@ class InProcess:
         blocks = list(
             generate(request, self._drafter, self._target, decode=self._decode, continuation_ids=self._continuation_ids)
         )
+        if error := blocks[-1].generation.draft_error:
+            raise TrtspecError(f"the draft engine failed: {error}", fix="build it again, or lower num_draft_tokens")
         return Answer(
             blocks=tuple(block.token_ids for block in blocks),
             text="".join(block.text for block in blocks),

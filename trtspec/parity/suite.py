@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -21,7 +22,6 @@ from trtspec.decoding.detokenize import continuation_ids
 from trtspec.decoding.sampling import SamplingParams
 from trtspec.errors import TrtspecError
 from trtspec.models.source import ModelSource, open_model
-from trtspec.models.tokenizer import render_chat
 from trtspec.parity.draws import DRAWS, check_draws
 from trtspec.parity.greedy import GREEDY, SPECULATION, check_greedy, check_speculation, greedy_answers
 from trtspec.parity.prompts import Prompt, read_prompts, spread
@@ -39,6 +39,9 @@ from trtspec.triton.client import Client
 from trtspec.triton.models.tokenization import Tokenization
 from trtspec.triton.server import state_dir_of
 from trtspec.triton.server_state import connect_host, running
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 CHECKS = (GREEDY, SPECULATION, SAMPLED, DRAWS)
 ENGINES, SERVER = "engines", "server"
@@ -99,11 +102,9 @@ def run(
         prompts = spread(prompts, spec.parity.num_prompts)
     elif not (prompts := [prompt for prompt in prompts if prompt.number == selection.prompt]):
         raise TrtspecError(f"no prompt on line {selection.prompt}", where=str(spec.prompts_path))
-    url = selection.url or _running_url(spec)
-    if url is None and selection.server:
-        url = f"{connect_host(spec.serving.host)}:{spec.serving.grpc_port}"
+    url = server_url(spec, selection)
     subjects = [name for name, asked in ((ENGINES, selection.engines), (SERVER, url is not None)) if asked]
-    configs = {role: EngineConfig.load(spec.engines_dir / role) for role in spec.models}
+    configs = engine_configs(spec)
 
     observer.started("reference", "loading the models")
     workbench = Workbench(spec, configs)
@@ -196,19 +197,19 @@ class Workbench:
     ) -> Trial:
         """What the checks share; loads the reference."""
         parity, target = self._spec.parity, self._configs["target"]
-        num_draft_tokens, tokenizer = parity.num_draft_tokens, self._source.tokenizer()
+        num_draft_tokens = parity.num_draft_tokens
         yardstick = Yardstick(
             target=ReferenceSampler(self._source),
             draft=EngineLogits(self._configs["draft"]) if "draft" in self._configs else None,
             vocab_size=target.vocab_size,
             end_ids=target.eos_token_ids,
             decode=self._tokenization.decode,
-            piece=lambda token: tokenizer.id_to_token(token) or "",
+            piece=partial(_piece, self._source.tokenizer()),
             tolerance=TOLERANCES[self._spec.target.dtype] if parity.tolerance is None else parity.tolerance,
         )
         return Trial(
             yardstick=yardstick,
-            cases=tuple(self._case(prompt) for prompt in prompts),
+            cases=tuple(self.case(prompt) for prompt in prompts),
             max_tokens=parity.max_tokens,
             num_draft_tokens=self._spec.default_num_draft_tokens if num_draft_tokens is None else num_draft_tokens,
             samplings=(
@@ -224,11 +225,20 @@ class Workbench:
             advance=advance,
         )
 
-    def _case(self, prompt: Prompt) -> Case:
+    def case(self, prompt: Prompt) -> Case:
+        """A prompt with the chat template applied, as text and as ids."""
         text = prompt.text
         if self._source.chat_template is not None:
-            text = render_chat(self._source.chat_template, [{"role": "user", "content": text}], True)
-        return Case(prompt.number, text, tuple(self._tokenization.encode(text)))
+            text = self._source.chat([{"role": "user", "content": text}])
+        ids = tuple(self._tokenization.encode(text))
+        longest = int(self._configs["target"].build["max_input_len"])
+        if len(ids) > longest:
+            raise TrtspecError(
+                f"the prompt has {len(ids)} tokens",
+                where=f"{self._spec.prompts_path}:{prompt.number}",
+                expected=f"at most {longest}, engine.max_input_len",
+            )
+        return Case(prompt.number, text, ids)
 
     @contextmanager
     def subject(self, name: str, url: str | None) -> Iterator[Subject]:
@@ -291,10 +301,25 @@ def _tokenization(source: ModelSource) -> Tokenization:
         return Tokenization(path, bos_token_id=source.config.bos_token_id, add_bos=source.add_bos)
 
 
-def _running_url(spec: Spec) -> str | None:
-    """Where the server of this spec listens; None if none was started, or it is gone."""
+def _piece(tokenizer: Tokenizer, token: int) -> str:
+    """One id as text; spelled as in the vocabulary where it is a part of a character."""
+    text: str = tokenizer.decode([token], skip_special_tokens=False)
+    return (tokenizer.id_to_token(token) or "") if "\ufffd" in text else text
+
+
+def server_url(spec: Spec, selection: Selection) -> str | None:
+    """Address (gRPC) of the server that is checked: the one asked for, or the one of this spec if it is running."""
+    if selection.url or selection.server is False:
+        return selection.url
     state = running(state_dir_of(spec))
+    if state is None and selection.server:
+        return f"{connect_host(spec.serving.host)}:{spec.serving.grpc_port}"
     return state.grpc_url if state else None
+
+
+def engine_configs(spec: Spec) -> dict[str, EngineConfig]:
+    """Configs of the engines that were built from a spec, by role."""
+    return {role: EngineConfig.load(spec.engines_dir / role) for role in spec.models}
 
 
 def _not_running(spec: Spec) -> Check:

@@ -67,12 +67,15 @@ class EngineConfig:
             raise TrtspecError(f"cannot be read: {error.strerror}", where=str(path)) from error
         except ValueError as error:
             raise TrtspecError(f"not valid JSON ({error})", where=str(path), fix="build the engine again") from error
-        sections = ("pretrained_config", "build_config")
-        if not isinstance(content, dict) or not all(isinstance(content.get(name), dict) for name in sections):
+        sections = {"trtspec": {}, **content} if isinstance(content, dict) else {}
+        names = ("pretrained_config", "build_config", "trtspec")
+        if not all(isinstance(sections.get(name), dict) for name in names):
             raise TrtspecError(
-                "not the config of an engine", where=str(path), expected=f"the sections {' and '.join(sections)}"
+                "not the config of an engine",
+                where=str(path),
+                expected="the sections pretrained_config and build_config",
             )
-        stamp = content.get("trtspec", {})
+        pretrained, build, stamp = (sections[name] for name in names)
         made_by = str(stamp.get("trtspec_version", __version__))
         if _numbers(made_by) > _numbers(__version__):
             raise TrtspecError(
@@ -80,7 +83,6 @@ class EngineConfig:
                 where=str(path),
                 fix="upgrade trtspec or build the engine again",
             )
-        pretrained, build = (content[name] for name in sections)
         config = cls(path, str(content.get("version", "")), pretrained, build, stamp)
         if config.runtime == "torch":
             _check_weights(directory / WEIGHTS)
@@ -94,17 +96,17 @@ class EngineConfig:
     @property
     def vocab_size(self) -> int:
         """Ids that have a logit."""
-        return int(self.pretrained["vocab_size"])
+        return self._integer("pretrained_config", self.pretrained, "vocab_size")
 
     @property
     def max_seq_len(self) -> int:
         """Longest sequence, input and output together."""
-        return int(self.build["max_seq_len"])
+        return self._integer("build_config", self.build, "max_seq_len")
 
     @property
     def max_draft_len(self) -> int:
         """Most draft tokens in one verification; 0: none."""
-        return int(self.build.get("max_draft_len", 0))
+        return self._integer("build_config", {"max_draft_len": 0, **self.build}, "max_draft_len")
 
     @property
     def returns_generation_logits(self) -> bool:
@@ -133,6 +135,17 @@ class EngineConfig:
                 where=str(self.path),
                 fix="build the engine again",
             ) from error
+
+    def _integer(self, section: str, content: dict[str, Any], key: str) -> int:
+        value = content.get(key)
+        if not isinstance(value, int):
+            raise TrtspecError(
+                f"{section}.{key} is {value!r}",
+                where=str(self.path),
+                expected="an integer",
+                fix="build the engine again",
+            )
+        return value
 
     def to_json(self) -> dict[str, Any]:
         """The content of config.json."""
@@ -190,13 +203,17 @@ def write_torch_engine(
             **stamp,
         },
     )
-    temporary = out_dir.with_name(f".{out_dir.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a build that was killed
+    temporary, replaced = (out_dir.with_name(f".{out_dir.name}.{kind}") for kind in ("tmp", "old"))
     try:
+        for leftover in (temporary, replaced):  # of a build that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
         temporary.mkdir(parents=True)
         _write_weights(source, temporary / WEIGHTS, dtype, progress or (lambda fraction: None))
         (temporary / CONFIG).write_text(json.dumps(config.to_json(), indent=2) + "\n", encoding="utf-8")
-        _replace_directory(temporary, out_dir)
+        if out_dir.exists():
+            os.replace(out_dir, replaced)
+        os.replace(temporary, out_dir)
+        shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
         raise TrtspecError(
             f"the engine cannot be written: {error.strerror or error}",
@@ -390,15 +407,6 @@ def _stored(
             yield name, weight
     if reduced:
         yield "d2t", tensor("d2t")
-
-
-def _replace_directory(new: Path, place: Path) -> None:
-    """Put the complete directory `new` where `place` is; what was there goes away last."""
-    old = new.with_suffix(".old")
-    if place.exists():
-        os.replace(place, old)
-    os.replace(new, place)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from trtspec.decoding.engine_call import Cancelled, EngineRequest, EngineResult
@@ -24,7 +23,7 @@ from trtspec.decoding.verify import verify
 from trtspec.errors import TrtspecError
 from trtspec.runtime.engine import EngineConfig, map_weights
 from trtspec.runtime.kv_cache import CacheStatistics, PrefixCache, Sequence
-from trtspec.runtime.llama import Llama
+from trtspec.runtime.llama import Llama, linear
 
 _MAX_PASS = 512  # tokens in one forward pass; bounds its memory, and how long other requests wait for it
 _WAIT_S = 30.0  # how long a request waits for those in flight to leave it room in the KV cache
@@ -170,7 +169,7 @@ class TorchRuntime:
 
     def _most_likely(self, states: torch.Tensor) -> int:
         """The likeliest id after the one state [1, hidden]; a reduced head is not spread over the vocabulary."""
-        value, row = F.linear(states, self._model.weights["lm_head.weight"]).max(dim=-1)
+        value, row = linear(states, self._model.weights["lm_head.weight"]).max(dim=-1)
         if not math.isfinite(value.item()):
             raise ValueError("logits: NaN or infinite")
         ids = self._model.head_ids

@@ -408,7 +408,7 @@ class Parity(Section):
     """Top-p of the second sampled setting; 1 is off."""
     num_samples: Positive = 400
     """Tokens drawn in the sampled check, both settings together; more see smaller deviations."""
-    num_draws: Annotated[int, Field(ge=0)] = 100
+    num_draws: Annotated[int, Field(ge=0)] = 80
     """Answers of two tokens drawn for one prompt in the check of plain counts; 0 leaves it out."""
     tolerance: Annotated[float, Field(ge=0)] | None = None
     """Largest difference of reference logits that still counts as a tie; unset is chosen by dtype."""

@@ -51,21 +51,6 @@ def check_repository(
         raise TrtspecError("\n".join(faults))
 
 
-def check_parameters(model: str, values: Mapping[str, str], backend: str, where: Path) -> None:
-    """Refuse parameters of one model that it does not know, or that still hold a template's `${...}`."""
-    faults = [f"{where}: parameters.{key} is not filled in: {value}" for key, value in values.items() if "${" in value]
-    faults += _unknown_keys(model, values, backend, where)
-    if faults:
-        raise TrtspecError("\n".join(faults))
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A hint naming the closest of `known`, or listing them all."""
-    names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(names)}"
-
-
 def _unknown_keys(model: str, values: Mapping[str, str], backend: str, where: Path) -> list[str]:
     if backend == "tensorrtllm":
         known = contract.ENGINE_PARAMETERS
@@ -74,9 +59,16 @@ def _unknown_keys(model: str, values: Mapping[str, str], backend: str, where: Pa
     if not known:
         return []
     return [
-        f"{where}: parameters.{key} is unknown to {model}; {did_you_mean(key, known)}"
+        f"{where}: parameters.{key} is unknown to {model}; {_did_you_mean(key, known)}"
         for key in sorted(set(values) - known)
     ]
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A hint naming the closest of `known`, or listing them all."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(names)}"
 
 
 def _unfilled(text: str) -> list[tuple[int, str]]:

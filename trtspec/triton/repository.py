@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from trtspec.errors import TrtspecError
 from trtspec.runtime.engine import EngineConfig
 from trtspec.triton import contract
-from trtspec.triton.check import check_parameters, check_repository
+from trtspec.triton.check import check_repository
 from trtspec.triton.contract import Tensor
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def write_repository(
     tokenizer_json: str,
     add_bos: bool = False,
     chat_template: str | None = None,
-    parameters: Mapping[str, Mapping[str, str]] | None = None,
+    kv_cache_bytes: Mapping[str, int] | None = None,
 ) -> Path:
     """Write the models preprocessing, tensorrt_llm, tensorrt_llm_draft (with a draft), tensorrt_llm_bls (decoupled, for
     streams), tensorrt_llm_bls_unary (for infer and /generate), postprocessing and ensemble.
@@ -57,13 +57,13 @@ def write_repository(
         tokenizer_json: text of the target's tokenizer.json.
         add_bos: put the BOS in front of every prompt, also when tokenizer.json does not say so.
         chat_template: Jinja template of the target, for clients that render conversations.
-        parameters: model name -> parameters to add or to replace.
+        kv_cache_bytes: role -> size of its KV cache in the torch runtime; its default where a role is missing.
 
     Returns:
         `out_dir`.
 
     Raises:
-        TrtspecError: engines that do not fit the spec, unknown parameters, or something else in place of `out_dir`.
+        TrtspecError: engines that do not fit the spec, or something else in place of `out_dir`.
     """
     configs = {role: EngineConfig.load(engines[role]) for role in ENGINE_MODELS if role in engines}
     tokens = _token_parameters(configs["target"], tokenizer_json, add_bos)
@@ -83,12 +83,10 @@ def write_repository(
             batch,
             {"skip_special_tokens": "true"},
         ),
-        *(_engine_model(role, spec, engines[role].name) for role in configs),
+        *(_engine_model(role, spec, engines[role].name, (kv_cache_bytes or {}).get(role)) for role in configs),
         *(_bls_model(name, spec, configs, tokens, chat_template) for name in (BLS, BLS_UNARY)),
         _ensemble(batch),
     ]
-    for model, extra in (parameters or {}).items():
-        _override(models, model, extra, out_dir)
     sources = {
         "preprocessing": ("preprocessing.py", _TEXT_SOURCES),
         "postprocessing": ("postprocessing.py", _TEXT_SOURCES),
@@ -109,12 +107,11 @@ def write_repository(
     return out_dir
 
 
-def _engine_model(role: str, spec: Spec, directory: str) -> ModelConfig:
+def _engine_model(role: str, spec: Spec, directory: str, kv_cache_bytes: int | None) -> ModelConfig:
     """The target's or the draft's config; every value that is not the backend's default is here for a reason."""
     from tritonclient.grpc import model_config_pb2 as pb
 
     fraction = getattr(spec.serving.kv_cache_free_gpu_mem_fraction, role)
-    cache_bytes = getattr(spec.serving.kv_cache_bytes, role)
     parameters = {
         "gpt_model_type": "inflight_fused_batching",
         "gpt_model_path": f"{spec.serving.mount_point.rstrip('/')}/{directory}",
@@ -129,8 +126,8 @@ def _engine_model(role: str, spec: Spec, directory: str) -> ModelConfig:
     }
     if fraction is not None:
         parameters["kv_cache_free_gpu_mem_fraction"] = f"{fraction:g}"
-    if cache_bytes is not None:
-        parameters["trtspec_kv_cache_bytes"] = str(cache_bytes)
+    if kv_cache_bytes is not None:
+        parameters["trtspec_kv_cache_bytes"] = str(kv_cache_bytes)
     config = _config(
         ENGINE_MODELS[role],
         contract.ENGINE_INPUTS,
@@ -236,21 +233,6 @@ def _config(
     for key, value in parameters.items():
         config.parameters[key].string_value = value
     return config
-
-
-def _override(models: Sequence[ModelConfig], name: str, extra: Mapping[str, str], out_dir: Path) -> None:
-    from trtspec.triton.check import did_you_mean
-
-    by_name = {model.name: model for model in models}
-    if name not in by_name:
-        raise TrtspecError(
-            f"parameters for a model {name!r} that is not in the repository",
-            where=str(out_dir),
-            fix=did_you_mean(name, by_name),
-        )
-    check_parameters(name, extra, by_name[name].backend, out_dir / name / "config.pbtxt")
-    for key, value in extra.items():
-        by_name[name].parameters[key].string_value = value
 
 
 def _token_parameters(target: EngineConfig, tokenizer_json: str, add_bos: bool) -> Parameters:

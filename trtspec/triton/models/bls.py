@@ -84,10 +84,11 @@ class TritonPythonModel:
     def _serve(self, request: Any, sender: Any, arrival_ns: int) -> None:
         """Answer one request. Whatever happens, the sender gets exactly one final response."""
         try:
-            inputs = Inputs({tensor.name(): tensor.as_numpy() for tensor in request.inputs()})
-            client = read_request(inputs, self._settings, self._tokenization)
-            if client.stream and not self._streams:
-                raise Refused("stream is true; this model answers once, expected false or the model tensorrt_llm_bls")
+            client = self._read(request)
+        except ValueError as error:
+            _send_error(sender, str(error), pb_utils.TritonError.INVALID_ARG)
+            return
+        try:
             answer = Answer(client, request.requested_output_names(), arrival_ns)
             waiting: list[Block] = []
             for block in self._blocks(client, request):
@@ -98,13 +99,18 @@ class TritonPythonModel:
                 elif client.stream:
                     sender.send(answer.response(waiting))
                     waiting.clear()
-        except (Refused, ValueError) as error:
-            _send_error(sender, str(error), pb_utils.TritonError.INVALID_ARG)
         except EngineError as error:
             _send_error(sender, str(error), pb_utils.TritonError.UNAVAILABLE)
         except Exception as error:
             pb_utils.Logger.log_error(f"request {request.request_id()!r} failed: {error!r}")
             _send_error(sender, f"internal error: {error!r}", pb_utils.TritonError.INTERNAL)
+
+    def _read(self, request: Any) -> ClientRequest:
+        inputs = Inputs({tensor.name(): tensor.as_numpy() for tensor in request.inputs()})
+        client = read_request(inputs, self._settings, self._tokenization)
+        if client.stream and not self._streams:
+            raise Refused("stream is true; this model answers once, expected false or the model tensorrt_llm_bls")
+        return client
 
     def _blocks(self, client: ClientRequest, request: Any) -> Iterator[Block]:
         """Run the decoding cycle for one request."""

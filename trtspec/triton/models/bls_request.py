@@ -118,7 +118,7 @@ def read_request(inputs: Inputs, settings: Settings, tokenization: Tokenization)
     """Translate the tensors of one request.
 
     Raises:
-        Refused, ValueError: something is missing, out of range or not supported; the message names the tensor.
+        ValueError: something is missing, out of range or not supported; the message names the tensor.
     """
     _refuse_unsupported(inputs)
     prompt = inputs.text("text_input")
