@@ -205,3 +205,36 @@ def test_engines_of_another_model_are_refused(built: Path) -> None:
         assert "built from another state of the model" in refuse(str(built))
     finally:
         weights.write_text(content)
+
+
+def test_an_unchanged_verdict_is_shown_again(built: Path) -> None:
+    words = ("parity", str(built), "--subject", "engines", "--check", "greedy", "--prompt", "2", "--if-changed")
+    first = invoke(*words)
+    assert first.exit_code == EXIT_OK, first.output
+    assert "nothing has changed" not in first.output
+
+    again = invoke(*words)
+    assert again.exit_code == EXIT_OK, again.output
+    lines = again.stdout.splitlines()
+    assert lines[:-1] == first.stdout.splitlines()[1:]  # all but the line about loading the models
+    assert lines[-1].endswith("nothing has changed since")
+
+    prompts = built.parent / "prompts.jsonl"
+    before = prompts.read_text()
+    try:
+        prompts.write_text(before + json.dumps({"prompt": "one more"}) + "\n")
+        assert "nothing has changed" not in invoke(*words).output
+    finally:
+        prompts.write_text(before)
+    assert "nothing has changed" not in invoke(*words[:-1]).output  # without the option it is checked
+
+
+def test_a_fault_is_not_remembered(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trtspec.parity.yardstick import Yardstick
+
+    words = ("parity", str(built), "--subject", "engines", "--check", "greedy", "--prompt", "3", "--if-changed")
+    with monkeypatch.context() as patch:
+        along = Yardstick.along
+        patch.setattr(Yardstick, "along", lambda self, prompt, tokens: -along(self, prompt, tokens))
+        assert invoke(*words).exit_code == EXIT_PARITY_FAILED
+    assert invoke(*words).exit_code == EXIT_OK
