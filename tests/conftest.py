@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,9 @@ import numpy as np
 import pytest
 
 DOUBLE = Path(__file__).parent / "triton" / "scripted_bls"
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and what they start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
