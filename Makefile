@@ -38,7 +38,7 @@ quickstart: setup
 	echo; \
 	$(BIN)/trtspec generate --config $(CONFIG) --max-tokens 96 "$(PROMPT)"; \
 	echo; \
-	$(BIN)/trtspec parity $(CONFIG) --if-changed
+	$(BIN)/trtspec parity $(CONFIG) --subject server --if-changed
 
 lint: setup
 	$(BIN)/ruff check .
