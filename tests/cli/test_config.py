@@ -136,6 +136,12 @@ engine:
   kv_cache_reuse: true
   tokens_per_block: 32
   gather_generation_logits: true
+  logits_dtype: float32
+  build_options: {}
+calibration:
+  num_prompts: 128
+  max_tokens: 512
+  batch_size: 4
 serving:
   host: 127.0.0.1
   http_port: 8000
@@ -146,6 +152,13 @@ serving:
   kv_cache_bytes:
     target: 1048576
   kv_cache_free_gpu_mem_fraction: {}
+  gpu_device_ids: {}
+  orchestrator: false
+  spawn_processes: true
+  fast_logits: false
+  chunked_context: false
+  engine_parameters: {}
+  shm_size: 8589934592
   max_concurrency: 8
   call_timeout_s: 60.0
   startup_timeout_s: 300.0

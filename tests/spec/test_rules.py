@@ -173,6 +173,32 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         spec_of("none", serving={"http_port": 9000, "metrics_port": 9000}),
         "serving.metrics_port: port 9000 is used for http_port and metrics_port; use another port",
     ),
+    "fewer GPUs than the model is split over": (
+        spec_of("none", **H100, serving={"gpu_device_ids": {"target": [0]}})
+        | {"target": {"model": "big", "tensor_parallel": 2}},
+        "serving.gpu_device_ids.target: [0] are not the 2 different GPUs that the target is split over; name each GPU "
+        "once, tensor_parallel x pipeline_parallel of them",
+    ),
+    "a GPU that is not there": (
+        spec_of("draft_target", **H100, serving={"gpu_device_ids": {"draft": [4]}}, speculation=DRAFT),
+        "serving.gpu_device_ids.draft: GPU 4 does not exist, hardware has 4; count from 0, or raise hardware.num_gpus",
+    ),
+    "ranks that nobody starts": (
+        spec_of("none", **H100, serving={"spawn_processes": False}),
+        "serving.spawn_processes: without orchestrator no processes are started at all; remove this key, or set "
+        "serving.orchestrator: true",
+    ),
+    "fast logits between processes that the backend starts": (
+        spec_of("draft_target", **H100, serving={"fast_logits": True, "orchestrator": True}, speculation=DRAFT),
+        "serving.fast_logits: logits go from GPU to GPU only between processes that the launcher starts; set "
+        "serving.orchestrator: true and serving.spawn_processes: false, or remove this key",
+    ),
+    "chunked context without paged context": (
+        spec_of("none", serving={"chunked_context": True})
+        | {"hardware": H100["hardware"], "engine": {"paged_context_fmha": False, "kv_cache_reuse": False}},
+        "serving.chunked_context: long prompts cannot be cut without paged context FMHA; set "
+        "engine.paged_context_fmha: true, or remove this key",
+    ),
 }  # fmt: skip
 
 

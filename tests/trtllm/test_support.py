@@ -226,21 +226,15 @@ def test_the_nearest_combination_is_one_that_works(tmp_path: Path) -> None:
 
 
 NOT_BUILT: dict[str, tuple[str, tuple[str, ...], str]] = {
-    "a method": (
-        "ngram", ("engine.runtime=torch",),
-        "method ngram is not built yet; this release builds methods draft_target and none, on track engine with "
-        "runtime torch; nearest that works: speculation.method=draft_target",
+    "a token tree": (
+        "tree", (),
+        "this release does not build method tree for runtime tensorrt_llm yet; nearest that works: "
+        "speculation.method=draft_target",
     ),
-    "the compile step": (
-        "draft_target", (),
-        "the compile step of runtime tensorrt_llm is not built yet; this release builds methods draft_target and "
-        "none, on track engine with runtime torch; nearest that works: engine.runtime=torch",
-    ),
-    "the LLM API": (
-        "none", ("engine.track=llmapi",),
-        "track llmapi (settings and repository for the LLM API) is not built yet; this release builds methods "
-        "draft_target and none, on track engine with runtime torch; nearest that works: engine.track=engine "
-        "engine.runtime=torch",
+    "MTP in the torch runtime": (
+        "mtp", ("engine.runtime=torch",),
+        "this release does not build method mtp for runtime torch yet; nearest that works: "
+        "speculation.method=draft_target",
     ),
 }  # fmt: skip
 
@@ -259,10 +253,17 @@ def test_what_is_not_built_yet_validates_but_is_refused_by_a_build(
     assert str(caught.value).endswith(message)
 
 
-@pytest.mark.parametrize("gpu", ["cpu", "A100-80GB", "H100-SXM"])
-@pytest.mark.parametrize(("method", "track", "runtime"), sorted(BUILT))
+@pytest.mark.parametrize(
+    ("method", "track", "runtime", "gpu"),
+    [
+        (*row, gpu)
+        for row in sorted(BUILT)
+        for gpu in ("A100-80GB", "H100-SXM", *(["cpu"] if row[2] == "torch" else []))
+    ],
+)
 def test_what_is_built_passes(tmp_path: Path, method: str, track: str, runtime: str, gpu: str) -> None:
-    spec = load_spec(write_spec(tmp_path / "t.yaml", method, gpu=gpu, track=track, runtime=runtime))
+    eagle = ("speculation.eagle.version=3",) if (method, track) == ("eagle", "llmapi") else ()
+    spec = load_spec(write_spec(tmp_path / "t.yaml", method, gpu=gpu, track=track, runtime=runtime), eagle)
     assert check_support(spec) == []
     require_buildable(spec)
 

@@ -35,7 +35,8 @@ class Broken:
 
 def broken_rules(spec: Spec) -> list[Broken]:
     """Every rule that `spec` breaks, in the order of the sections."""
-    return [*_sections(spec), *_draft_lengths(spec), *_trees(spec), *_acceptance(spec), *_machine(spec), *_engine(spec)]
+    rules = (_sections, _draft_lengths, _trees, _acceptance, _machine, _devices, _engine)
+    return [broken for rule in rules for broken in rule(spec)]
 
 
 def remarks(spec: Spec) -> list[str]:
@@ -163,6 +164,32 @@ def _machine(spec: Spec) -> Iterator[Broken]:
             )
 
 
+def _devices(spec: Spec) -> Iterator[Broken]:
+    """Every model gets as many GPUs of a node as it is split over; processes and fast logits go together."""
+    serving = spec.serving
+    for role, model in spec.models.items():
+        devices: tuple[int, ...] | None = getattr(serving.gpu_device_ids, role)
+        if devices is None:
+            continue
+        key: Key = ("serving", "gpu_device_ids", role)
+        if len(devices) != len(set(devices)) or len(devices) != model.world_size:
+            problem = f"{list(devices)} are not the {model.world_size} different GPUs that the {role} is split over"
+            yield Broken(key, problem, "name each GPU once, tensor_parallel x pipeline_parallel of them")
+        elif max(devices) >= spec.hardware.num_gpus:
+            problem = f"GPU {max(devices)} does not exist, hardware has {spec.hardware.num_gpus}"
+            yield Broken(key, problem, "count from 0, or raise hardware.num_gpus")
+    if not serving.spawn_processes and not serving.orchestrator:
+        problem = "without orchestrator no processes are started at all"
+        yield Broken(("serving", "spawn_processes"), problem, "remove this key, or set serving.orchestrator: true")
+    if serving.fast_logits and (serving.spawn_processes or not serving.orchestrator):
+        problem = "logits go from GPU to GPU only between processes that the launcher starts"
+        fix = "set serving.orchestrator: true and serving.spawn_processes: false, or remove this key"
+        yield Broken(("serving", "fast_logits"), problem, fix)
+    if serving.chunked_context and not spec.engine.paged_context_fmha:
+        problem = "long prompts cannot be cut without paged context FMHA"
+        yield Broken(("serving", "chunked_context"), problem, "set engine.paged_context_fmha: true, or remove this key")
+
+
 def _engine(spec: Spec) -> Iterator[Broken]:
     engine = spec.engine
     for role in spec.models:
@@ -218,6 +245,10 @@ def _remarks(spec: Spec) -> Iterator[tuple[Key, str]]:
     if method in ("medusa", "eagle") and spec.max_draft_len > speculation.num_draft_tokens:
         unused = spec.max_draft_len - speculation.num_draft_tokens
         yield ("engine", "max_draft_len"), f"{unused} of {spec.max_draft_len} draft slots are never used"
+    if spec.engine.runtime == "torch":
+        for section, key in (("engine", "build_options"), ("serving", "engine_parameters")):
+            if getattr(getattr(spec, section), key):
+                yield (section, key), "unused, because engine.runtime is torch"
     if method in BLS_METHODS and not spec.engine.kv_cache_reuse:
         yield ("engine", "kv_cache_reuse"), "without it every cycle computes the whole text again"
     for role in spec.models:

@@ -55,6 +55,7 @@ Name = Annotated[str, Field(pattern=_NAME)]
 Text = Annotated[str, Field(pattern=_TEXT)]
 # YAML has lists only; strict mode would ask for Python tuples.
 IntList = Annotated[tuple[Positive, ...], Strict(False), Field(min_length=1)]
+DeviceList = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False), Field(min_length=1)]
 Choices = Annotated[
     tuple[Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False), Field(min_length=1)], ...],
     Strict(False),
@@ -276,6 +277,17 @@ class Speculation(Section):
         return 0 if info.data.get("method") == "none" else value
 
     @property
+    def heads(self) -> str | None:
+        """Directory or hub name of the weights that the method adds to the target; None: it adds none."""
+        if self.method == "medusa" and self.medusa:
+            return self.medusa.heads
+        if self.method == "eagle" and self.eagle:
+            return self.eagle.heads
+        if self.method == "redrafter" and self.redrafter:
+            return self.redrafter.drafter
+        return None
+
+    @property
     def derived_num_draft_tokens(self) -> int | None:
         """Draft tokens a cycle that the method's own settings dictate; None where they are free to choose."""
         if self.method not in ("tree", "medusa", "eagle", "redrafter", "lookahead"):
@@ -332,6 +344,23 @@ class Engine(Section):
     """Tokens in one block of the paged KV cache."""
     gather_generation_logits: bool = True
     """Engines can return generation logits, which acceptance by logits needs."""
+    logits_dtype: Literal["float32", "float16"] = "float32"
+    """Type of the logits that engines answer with."""
+    build_options: dict[str, str | int | bool] = Field(default_factory=dict)
+    """Further options of trtllm-build by name, without dashes, such as `gemm_plugin: auto`; for all engines."""
+
+
+class Calibration(Section):
+    """What quantisation is calibrated with: activations are observed while these texts are read."""
+
+    prompts: Text | None = None
+    """JSON Lines file of prompts (key prompt), relative to the spec file; unset is a set that comes with trtspec."""
+    num_prompts: Positive = 128
+    """Prompts to take from the file, from its beginning."""
+    max_tokens: Positive = 512
+    """Tokens to take of each prompt."""
+    batch_size: Positive = 4
+    """Prompts in one forward pass."""
 
 
 class PerModelSize(Section):
@@ -343,6 +372,17 @@ class PerModelSize(Section):
     """Bytes for the draft."""
     middle: Size | None = None
     """Bytes for the middle model of a cascade."""
+
+
+class PerModelDevices(Section):
+    """GPU numbers for each model."""
+
+    target: DeviceList | None = None
+    """GPUs of the target."""
+    draft: DeviceList | None = None
+    """GPUs of the draft."""
+    middle: DeviceList | None = None
+    """GPUs of the middle model of a cascade."""
 
 
 class PerModelFraction(Section):
@@ -374,7 +414,24 @@ class Serving(Section):
     kv_cache_bytes: PerModelSize = PerModelSize()
     """Size of each model's KV cache; unset is the runtime's default."""
     kv_cache_free_gpu_mem_fraction: PerModelFraction = PerModelFraction()
-    """On GPUs: the part of the memory still free that each model's KV cache takes when it loads."""
+    """On GPUs: the part of the memory still free that each model's KV cache takes when it loads; unset is derived from
+    what the models need."""
+    gpu_device_ids: PerModelDevices = PerModelDevices()
+    """GPUs that each model runs on; unset is the first ones, shared by all models."""
+    orchestrator: bool = False
+    """Let the backend run each engine model in processes of its own (TRTLLM_ORCHESTRATOR)."""
+    spawn_processes: bool = True
+    """With orchestrator: the backend starts these processes; false: they are MPI ranks that the launcher starts."""
+    fast_logits: bool = False
+    """Hand the draft's logits from GPU to GPU; needs orchestrator: true and spawn_processes: false."""
+    chunked_context: bool = False
+    """Process long prompts in pieces between the decoding steps of others (enable_chunked_context)."""
+    engine_parameters: dict[str, str] = Field(default_factory=dict)
+    """Further parameters of the engine models in the C++ backend, such as `cuda_graph_mode: "true"`."""
+    image: Text | None = None
+    """Container image for GPU hosts; unset is the Triton image with TensorRT-LLM of engine.version."""
+    shm_size: Size = 8 * 2**30
+    """Shared memory of the container."""
     num_threads: Positive | None = None
     """CPU threads of each engine in the torch runtime; unset gives every engine all cores, since they take turns."""
     max_concurrency: Positive = 8
@@ -387,6 +444,17 @@ class Serving(Section):
     """Draft tokens for requests that do not say; unset is speculation.num_draft_tokens."""
     plain_chunk_tokens: Positive = 16
     """Tokens of one target call when decoding without drafts; streamed text arrives in such pieces."""
+
+
+class CheckpointBudget(Section):
+    """How far an executed TensorRT-LLM checkpoint may be from the model that it was made from."""
+
+    max_kl: Annotated[float, Field(gt=0)] | None = None
+    """Largest mean Kullback-Leibler divergence of the next-token distributions, in nats; unset is by precision."""
+    min_top1: Fraction | None = None
+    """Smallest part of the tokens whose likeliest id is the same; unset is by precision."""
+    max_tokens: Positive = 256
+    """Tokens compared for each prompt, its own and those of the reference's answer."""
 
 
 class Parity(Section):
@@ -416,6 +484,8 @@ class Parity(Section):
     """Seed of the sampled check."""
     false_alarm_rate: Annotated[float, Field(gt=0, lt=1)] = 0.001
     """Probability that the sampled check fails although the output is right."""
+    checkpoint: CheckpointBudget = CheckpointBudget()
+    """Budget of the comparison of checkpoints with their models."""
 
 
 class Output(Section):
@@ -442,6 +512,8 @@ class Spec(Section):
     """The machine the engines are built for."""
     engine: Engine = Engine()
     """How the engines are built, and their limits."""
+    calibration: Calibration = Calibration()
+    """What quantisation is calibrated with."""
     serving: Serving = Serving()
     """How the Triton server is started and what it allows."""
     parity: Parity = Parity()
@@ -470,6 +542,8 @@ class Spec(Section):
             models["middle"] = self.speculation.cascade.middle
         if self.speculation.method in ("draft_target", "tree", "cascade") and self.speculation.draft:
             models["draft"] = self.speculation.draft
+        if self.speculation.method == "early_exit":
+            models["draft"] = self.target  # its first layers
         return models
 
     @property
@@ -489,6 +563,16 @@ class Spec(Section):
     def engines_dir(self) -> Path:
         """Absolute directory of the engines."""
         return self.path(self.resolved()["output"]["engines"])
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """Absolute directory of the TensorRT-LLM checkpoints, one directory a role."""
+        return self.engines_dir / "checkpoints"
+
+    @property
+    def calibration_path(self) -> Path | None:
+        """Absolute path of the calibration prompts; None: those that come with trtspec."""
+        return None if self.calibration.prompts is None else self.path(self.calibration.prompts)
 
     @property
     def model_repo_dir(self) -> Path:

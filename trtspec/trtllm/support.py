@@ -46,8 +46,12 @@ FP8_MIN_SM = 89
 # Quantisation and the compute capability (times ten) that it needs.
 QUANTIZATION_MIN_SM = {"none": 80, "int8_sq": 80, "int4_awq": 80, "fp8": FP8_MIN_SM, "w4a8_awq": FP8_MIN_SM}
 # What this release builds, as (method, track, runtime).
-BUILT = {("none", "engine", "torch"), ("draft_target", "engine", "torch")}
-BUILT_IN_WORDS = "methods draft_target and none, on track engine with runtime torch"
+_BLS_METHODS = ("none", "draft_target", "early_exit", "ngram", "cascade")
+BUILT = {
+    *((method, "engine", "torch") for method in _BLS_METHODS),
+    *((method, "engine", "tensorrt_llm") for method in (*_BLS_METHODS, "medusa", "eagle", "lookahead", "redrafter")),
+    *((method, "llmapi", "tensorrt_llm") for method in ("none", "draft_target", "early_exit", "ngram", "mtp", "eagle")),
+}
 
 
 @dataclass(frozen=True)
@@ -133,9 +137,8 @@ def require_buildable(spec: Spec) -> None:
 
 def describe(spec: Spec, problem: Problem) -> str:
     """One line for the user: where, why, and the way out."""
-    today = f"this release builds {BUILT_IN_WORDS}" if problem.not_built else None
     fix = f"nearest that works: {problem.nearest}"
-    return str(TrtspecError(problem.reason, where=spec.where(problem.key), fix=f"{today}; {fix}" if today else fix))
+    return str(TrtspecError(problem.reason, where=spec.where(problem.key), fix=fix))
 
 
 def remarks(spec: Spec) -> list[str]:
@@ -223,11 +226,7 @@ def _is_built(at: Combination) -> bool:
 
 def _missing(at: Combination) -> tuple[Key, str]:
     """What this release lacks for a combination that the systems can run."""
-    if at.track == "llmapi":
-        return ("engine", "track"), "track llmapi (settings and repository for the LLM API) is not built yet"
-    if at.method not in {method for method, _, _ in BUILT}:
-        return ("speculation", "method"), f"method {at.method} is not built yet"
-    return ("engine", "runtime"), "the compile step of runtime tensorrt_llm is not built yet"
+    return ("speculation", "method"), f"this release does not build method {at.method} for runtime {at.runtime} yet"
 
 
 def _nearest(at: Combination, works: Callable[[Combination], bool]) -> Combination | None:
