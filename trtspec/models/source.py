@@ -73,6 +73,11 @@ class ModelSource(ABC):
 
         return Tokenizer.from_str(self.tokenizer_json())
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the checkpoint says how its weights are quantised."""
+        return False
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text as it stands: special tokens are recognised, none is added."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -107,7 +112,7 @@ def open_model(
     Raises:
         TrtspecError: nothing there, not a model, or a draft whose target is missing or another one.
     """
-    folder = _locate(model, base_dir or Path.cwd(), gguf_file)
+    folder = locate(model, base_dir or Path.cwd(), [gguf_file] if gguf_file else HUB_FILES)
     if gguf_file:
         path = folder / gguf_file
         if not path.is_file():
@@ -212,6 +217,10 @@ class HFSource(ModelSource):
             raise _no_tensor(name, self.path)
         with safe_open(self._files[name], framework="pt") as file:
             return file.get_tensor(name)
+
+    @property
+    def is_quantized(self) -> bool:
+        return "quantization_config" in self.raw_config or (self.path / "hf_quant_config.json").is_file()
 
     def tokenizer_json(self) -> str:
         path = self.path / "tokenizer.json"
@@ -349,8 +358,12 @@ def _check_names(config: ModelConfig, names: list[str], path: Path) -> None:
         )
 
 
-def _locate(model: str, base_dir: Path, gguf_file: str | None) -> Path:
-    """The directory that `model` names; downloads a hub name."""
+def locate(model: str, base_dir: Path, files: Sequence[str] = HUB_FILES) -> Path:
+    """The directory that `model` names; of a hub name, `files` (patterns) are downloaded.
+
+    Raises:
+        TrtspecError: there is no such directory, package or hub name.
+    """
     if model.startswith(PACKAGE_PREFIX):
         name = model.removeprefix(PACKAGE_PREFIX)
         spec = importlib.util.find_spec(name) if name.isidentifier() else None
@@ -369,15 +382,15 @@ def _locate(model: str, base_dir: Path, gguf_file: str | None) -> Path:
         )  # fmt: skip
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
         raise TrtspecError("no such model directory", where=str(path))
-    return _download(model, gguf_file, path)
+    return _download(model, files, path)
 
 
-def _download(model: str, gguf_file: str | None, tried: Path) -> Path:
+def _download(model: str, files: Sequence[str], tried: Path) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=[gguf_file] if gguf_file else HUB_FILES))
+        return Path(snapshot_download(model, allow_patterns=list(files)))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         raise TrtspecError(
             f"neither a directory ({tried}) nor available from the hub ({type(error).__name__})",
