@@ -1,0 +1,50 @@
+"""What a checkpoint says about multi-token prediction: how many modules its config names, and whether they are there.
+
+The modules are stored as decoder layers behind the last one, as DeepSeek-V3 stores them. Reads the config and the names
+of the weights only; does not know what runs the modules.
+"""
+
+from __future__ import annotations
+
+from trtspec.errors import TrtspecError
+from trtspec.models.config import ModelConfig
+from trtspec.models.source import ModelSource
+
+LAYER = "model.layers.{}."
+
+
+def module_prefixes(config: ModelConfig) -> tuple[str, ...]:
+    """Where the weights of each module begin: the layers that follow `num_hidden_layers`."""
+    first = config.num_hidden_layers
+    return tuple(LAYER.format(first + number) for number in range(config.num_nextn_predict_layers))
+
+
+def check_mtp(source: ModelSource, num_modules: int) -> None:
+    """Refuse a checkpoint without the `num_modules` multi-token prediction modules that method mtp is to use.
+
+    Raises:
+        TrtspecError: its config names none or fewer, or the weights of one are not in the files.
+    """
+    prefixes = module_prefixes(source.config)
+    if not prefixes:
+        raise TrtspecError(
+            "method mtp, but num_nextn_predict_layers is 0: this model has no multi-token prediction module",
+            where=str(source.path),
+            fix="use a checkpoint with one, or set speculation.method: draft_target or ngram",
+        )
+    if num_modules > len(prefixes):
+        raise TrtspecError(
+            f"{num_modules} multi-token prediction modules are asked for, but num_nextn_predict_layers is "
+            f"{len(prefixes)}",
+            where=str(source.path),
+            fix=f"set speculation.mtp.num_modules to at most {len(prefixes)}",
+        )
+    names = source.tensor_names()
+    for number, prefix in enumerate(prefixes[:num_modules], start=1):
+        if not any(name.startswith(prefix) for name in names):
+            raise TrtspecError(
+                f"no weight under {prefix}, where multi-token prediction module {number} of {len(prefixes)} should be",
+                where=str(source.path),
+                expected="a checkpoint that was saved with its num_nextn_predict_layers",
+                fix="download the original again; conversions often leave this module out",
+            )
