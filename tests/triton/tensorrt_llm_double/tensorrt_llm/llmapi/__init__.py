@@ -1,0 +1,1 @@
+"""Part of the test double of tensorrt_llm."""
