@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,10 +31,10 @@ class Recorder:
     def started(self, name: str, reason: str) -> None:
         self.names.append(name)
 
-    def advance(self, fraction: float) -> None:
+    def advance(self, name: str, fraction: float) -> None:
         self.fractions.append(fraction)
 
-    def note(self, text: str) -> None:
+    def note(self, name: str, text: str) -> None:
         self.notes.append(text)
 
     def finished(self, outcome: Outcome) -> None:
@@ -400,3 +402,164 @@ def test_preview_shows_a_refusal_of_a_step_that_only_looks(tmp_path: Path) -> No
     assert statuses(report) == {"pair": FAILED, "engine": WOULD_RUN}
     assert str(report.error) == "the models do not pair"
     assert report.outcomes[1].actions == ("convert",)
+
+
+class Machines:
+    """Steps that need GPUs and note when they run; a test opens the gates that hold them."""
+
+    def __init__(self, root: Path, gpus: int) -> None:
+        self.root, self.gpus = root, gpus
+        self.lock = threading.Lock()
+        self.running: set[str] = set()
+        self.together: list[frozenset[str]] = []
+        self.given: dict[str, tuple[int, ...]] = {}
+        self.threads: dict[str, int] = {}
+        self.during: dict[str, Callable[[Task], None]] = {}
+
+    def step(self, name: str, *needs: str, gpus: int = 0, output: bool = True) -> Step:
+        def run(task: Task) -> dict[str, Any]:
+            with self.lock:
+                self.running.add(name)
+                self.together.append(frozenset(self.running))
+                self.given[name] = task.gpu_ids
+                self.threads[name] = threading.get_ident()
+            try:
+                self.during.get(name, lambda task: None)(task)
+                if output:
+                    task.destination.write_text(name)
+            finally:
+                with self.lock:
+                    self.running.discard(name)
+            return {"name": name}
+
+        place = self.root / "out" / name if output else None
+        return Step(name, run, lambda results: {}, lambda results: [], needs, place, gpus=gpus)
+
+    def build(self, *steps: Step, observer: Recorder | None = None) -> Report:
+        self.together.clear()
+        return Graph(steps, self.root / "out", gpus=self.gpus).run(observer or Recorder())
+
+    def meet(self, *names: str) -> None:
+        """Hold each of these steps until all of them run at the same time."""
+        barrier = threading.Barrier(len(names))
+        self.during |= {name: lambda task: barrier.wait(20) and None for name in names}
+
+
+def test_steps_with_gpus_run_side_by_side_on_gpus_of_their_own(tmp_path: Path) -> None:
+    machines = Machines(tmp_path, gpus=4)
+    machines.meet("a", "b")
+    report = machines.build(machines.step("a", gpus=2), machines.step("b", gpus=2))
+    assert report.error is None and frozenset("ab") in machines.together
+    assert sorted(machines.given.values()) == [(0, 1), (2, 3)]
+    assert machines.build(machines.step("a", gpus=2), machines.step("b", gpus=2)).changed is False
+
+
+def test_a_step_waits_for_gpus_and_a_smaller_one_goes_first(tmp_path: Path) -> None:
+    machines = Machines(tmp_path, gpus=3)
+    machines.meet("first", "small")  # both must run before either can end
+    steps = (machines.step("first", gpus=2), machines.step("big", gpus=2), machines.step("small", gpus=1))
+    assert machines.build(*steps).error is None
+    assert frozenset({"first", "big"}) not in machines.together
+    assert machines.given["small"] == (2,)
+
+
+def test_a_step_that_wants_more_than_there_is_gets_all_and_runs_alone(tmp_path: Path) -> None:
+    machines = Machines(tmp_path, gpus=2)
+    steps = (machines.step("huge", gpus=8), machines.step("small", gpus=1))
+    assert machines.build(*steps).error is None
+    assert machines.given == {"huge": (0, 1), "small": (0,)}
+    assert frozenset({"huge", "small"}) not in machines.together
+
+
+def test_steps_without_gpus_run_alone_in_the_main_thread(tmp_path: Path) -> None:
+    machines = Machines(tmp_path, gpus=4)
+    machines.meet("a", "b")
+    steps = [
+        machines.step("before"),
+        machines.step("a", "before", gpus=1),
+        machines.step("b", "before", gpus=1),
+        machines.step("beside", "before"),
+        machines.step("after", "a", "b"),
+    ]
+    assert machines.build(*steps).error is None
+    for name in ("before", "beside", "after"):
+        assert [ran for ran in machines.together if name in ran] == [frozenset({name})]
+        assert machines.threads[name] == threading.main_thread().ident and machines.given[name] == ()
+
+
+def test_without_gpus_such_steps_run_one_at_a_time(tmp_path: Path) -> None:
+    machines = Machines(tmp_path, gpus=0)
+    assert machines.build(machines.step("a", gpus=1), machines.step("b", gpus=1)).error is None
+    assert set(machines.together) == {frozenset("a"), frozenset("b")} and machines.given == {"a": (), "b": ()}
+
+
+def test_after_a_failure_nothing_starts_and_what_runs_is_kept(tmp_path: Path) -> None:
+    machines = Machines(tmp_path, gpus=2)
+    failed = threading.Event()
+
+    def fail(task: Task) -> None:
+        failed.set()
+        raise TrtspecError("no memory left")
+
+    machines.during = {"bad": fail, "good": lambda task: failed.wait(20) and None}
+    steps = [machines.step("bad", gpus=1), machines.step("good", gpus=1), machines.step("next", gpus=1)]
+    report = machines.build(*steps, machines.step("end", "bad", "good"))
+    assert statuses(report) == {"bad": FAILED, "good": OK, "next": SKIPPED, "end": SKIPPED}
+    assert [outcome.name for outcome in report.outcomes] == ["bad", "good", "next", "end"]
+    assert str(report.error) == "no memory left"
+    assert (tmp_path / "out" / "good").read_text() == "good"
+    machines.during = {}
+    report = machines.build(*steps, machines.step("end", "bad", "good"))
+    assert statuses(report) == {"bad": OK, "good": CACHED, "next": OK, "end": OK}
+
+
+def test_what_one_of_several_steps_does_not_expect_ends_the_others_too(tmp_path: Path) -> None:
+    machines = Machines(tmp_path, gpus=2)
+    ended: list[str] = []
+
+    def trip(task: Task) -> None:
+        raise ZeroDivisionError
+
+    def work(task: Task) -> None:
+        deadline = time.monotonic() + 20
+        try:
+            while time.monotonic() < deadline:
+                task.advance(0.5)
+                time.sleep(0.01)
+        except KeyboardInterrupt:
+            ended.append("long")
+            raise
+
+    machines.during = {"trips": trip, "long": work}
+    with pytest.raises(ZeroDivisionError):
+        machines.build(machines.step("trips", gpus=1), machines.step("long", gpus=1))
+    assert ended == ["long"]
+    assert not (tmp_path / "out" / "long").exists()
+
+
+def test_observers_hear_which_step_it_is_and_are_never_called_by_two_at_once(tmp_path: Path) -> None:
+    machines = Machines(tmp_path, gpus=2)
+    barrier = threading.Barrier(2)
+    inside = threading.Lock()
+
+    class Careful(Recorder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heard: list[tuple[str, float]] = []
+
+        def advance(self, name: str, fraction: float) -> None:
+            assert inside.acquire(blocking=False), "two threads at once"
+            time.sleep(0.001)
+            self.heard.append((name, fraction))
+            inside.release()
+
+    def work(task: Task) -> None:
+        barrier.wait(20)
+        for tenths in range(1, 11):
+            task.advance(tenths / 10)
+
+    machines.during = {"a": work, "b": work}
+    observer = Careful()
+    assert machines.build(machines.step("a", gpus=1), machines.step("b", gpus=1), observer=observer).error is None
+    for name in "ab":
+        assert [fraction for heard, fraction in observer.heard if heard == name] == [n / 10 for n in range(1, 11)]

@@ -1,18 +1,22 @@
 """The step graph: the steps of a build in order, which of them must run and why, and running them.
 
-A step runs when one of its inputs has changed or its output is damaged; otherwise it is cached. Does not know what
-the steps do.
+A step runs when one of its inputs has changed or its output is damaged; otherwise it is cached. Steps that need GPUs
+run side by side while there are GPUs for them, all others one at a time. Does not know what the steps do.
 """
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from graphlib import TopologicalSorter
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 from trtspec.build.fingerprint import digest, digest_code
@@ -27,16 +31,16 @@ Results = Mapping[str, StepRecord]  # the steps that are up to date, by name
 
 
 class Observer(Protocol):
-    """Whoever shows a build while it runs."""
+    """Whoever shows a build while it runs; is called by one thread at a time."""
 
     def started(self, name: str, reason: str) -> None:
         """A step begins, because of `reason`."""
 
-    def advance(self, fraction: float) -> None:
-        """The running step is so far, 0..1."""
+    def advance(self, name: str, fraction: float) -> None:
+        """A running step is so far, 0..1."""
 
-    def note(self, text: str) -> None:
-        """The running step has something to say."""
+    def note(self, name: str, text: str) -> None:
+        """A running step has something to say."""
 
     def finished(self, outcome: Outcome) -> None:
         """A step has ended, or need not run."""
@@ -50,8 +54,9 @@ class Task:
         results: the records of the steps that it needs.
         destination: where it writes its output; not there yet, its parent is.
         ran: names of the steps that ran in this build, rather than being cached.
-        advance: reports progress, 0..1.
+        advance: reports progress, 0..1; raises KeyboardInterrupt once the build is to end, so call it often.
         note: says one line to the user.
+        gpu_ids: numbers of the GPUs that are set aside for it, from 0.
     """
 
     results: Results
@@ -59,6 +64,7 @@ class Task:
     ran: Sequence[str]
     advance: Callable[[float], None]
     note: Callable[[str], None]
+    gpu_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ class Step:
         actions: the commands, or the sentences, for what `run` does; results may be missing in a dry run.
         code: source of the package that decides the result, files or directories.
         peek: `run` only looks, and quickly, so that a dry run may run it to see more.
+        gpus: GPUs that it occupies; such steps run side by side, in threads. It gets all there are if it wants more.
     """
 
     name: str
@@ -84,6 +91,7 @@ class Step:
     output: Path | None = None
     code: tuple[str, ...] = ()
     peek: bool = False
+    gpus: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,13 +121,13 @@ class Report:
 
 
 class Graph:
-    """The steps of one build and their state under `root`, the engines directory.
+    """The steps of one build and their state under `root`, the engines directory, on a machine with `gpus` GPUs.
 
     Raises:
         ValueError: a step needs one that does not exist, or the needs form a circle.
     """
 
-    def __init__(self, steps: Sequence[Step], root: Path) -> None:
+    def __init__(self, steps: Sequence[Step], root: Path, *, gpus: int = 0) -> None:
         by_name = {step.name: step for step in steps}
         if missing := {need for step in steps for need in step.needs} - by_name.keys():
             raise ValueError(f"no such step: {', '.join(sorted(missing))}")
@@ -127,10 +135,14 @@ class Graph:
         order = TopologicalSorter({step.name: step.needs for step in steps}).static_order()
         self.steps = [by_name[name] for name in order]
         self.root = root
+        self.gpus = gpus
         self.state = BuildState(root / ".build" / "state.json")
 
     def run(self, observer: Observer, *, force: bool = False, only: str | None = None) -> Report:
-        """Run what must run, in order, saving the state after every step; stop at the first failure.
+        """Run what must run, in order, saving the state after every step.
+
+        After a failure nothing new is started; steps that run beside the failed one end, and are kept. Ctrl-C,
+        SIGTERM and SIGHUP end all that runs.
 
         Args:
             force: run although cached.
@@ -141,33 +153,20 @@ class Graph:
                 step before it is out of date.
         """
         selected = self._select(only)
-        with explained(self.root), self._locked():
+        with explained(self.root), self._locked(), _interruptible():
             self.state = BuildState(self.state.path)  # another build may have ended between reading and locking
             for step in self.steps:
                 if step.output:
                     clear_staging(step.output)
-            outcomes: list[Outcome] = []
-            results: dict[str, StepRecord] = {}
-            ran: list[str] = []
-            error = None
-            for step in self.steps:
-                if error or step not in selected:
-                    outcomes.append(Outcome(step.name, SKIPPED, "an earlier step failed" if error else "not asked for"))
-                    continue
-                inputs, reason = self._examine(step, results, forced=force and only in (None, step.name))
-                if only and step.name != only and reason:
-                    raise _out_of_date(step.name, only, reason)
-                if reason:
-                    outcome, error = self._execute(step, inputs, reason, results, ran, observer)
-                    ran.append(step.name)
-                else:
-                    self._keep(step)
-                    outcome = self._outcome(step, CACHED, "unchanged", inputs, results)
-                if not error:
-                    results[step.name] = self.state.records[step.name]
-                outcomes.append(outcome)
-                observer.finished(outcome)
-        return Report(outcomes, error)
+            build = _Build(self, observer, force, only)
+            with ThreadPoolExecutor(max(self.gpus, 1)) as threads:
+                try:
+                    build.run([step for step in self.steps if step in selected], threads)
+                finally:
+                    build.stop.set()  # ends what still runs when this is left by an exception
+        not_run = "an earlier step failed" if build.error else "not asked for"
+        outcomes = [build.outcomes.get(step.name, Outcome(step.name, SKIPPED, not_run)) for step in self.steps]
+        return Report(outcomes, build.error)
 
     def preview(self, *, force: bool = False, only: str | None = None) -> Report:
         """What `run` would do; writes nothing. Steps that only look are run, so that their refusals show.
@@ -235,45 +234,6 @@ class Graph:
             self.state.records[step.name] = replace(last, files=files)
             self.state.save()
 
-    def _execute(
-        self,
-        step: Step,
-        inputs: dict[str, str],
-        reason: str,
-        results: Results,
-        ran: Sequence[str],
-        observer: Observer,
-    ) -> tuple[Outcome, TrtspecError | None]:
-        observer.started(step.name, reason)
-        begin = time.perf_counter()
-        destination = staging_dir(step.output) / step.output.name if step.output else Path()
-        try:
-            if step.output:
-                destination.parent.mkdir(parents=True)
-            facts = step.run(Task(results, destination, tuple(ran), observer.advance, observer.note))
-            if step.output:
-                swap_in(step.output)
-            self.state.records[step.name] = StepRecord(
-                inputs=inputs,
-                facts=facts,
-                files=record(step.output) if step.output else {},
-                seconds=round(time.perf_counter() - begin, 3),
-                finished_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                actions=step.actions(results),
-            )
-            self.state.save()
-            status, error = OK, None
-        except (TrtspecError, OSError) as failure:
-            error = explain(failure, step.output or self.root) if isinstance(failure, OSError) else failure
-            if step.output and error.where:  # what is staged is gone by now; the user knows the place it was for
-                error.where = error.where.replace(str(destination), str(step.output))
-            status, reason = FAILED, str(error)
-        finally:
-            if step.output:
-                clear_staging(step.output)
-        outcome = self._outcome(step, status, reason, inputs, results, time.perf_counter() - begin)
-        return outcome, error
-
     def _outcome(
         self,
         step: Step,
@@ -302,6 +262,149 @@ class Graph:
             for guarded, lock in locks.items():
                 stack.enter_context(output_lock(lock, guarded))
             yield
+
+
+class _Build:
+    """One run of a graph: what has come of its steps so far, and what runs now."""
+
+    def __init__(self, graph: Graph, observer: Observer, force: bool, only: str | None) -> None:
+        self.graph, self.observer, self.force, self.only = graph, observer, force, only
+        self.outcomes: dict[str, Outcome] = {}
+        self.results: dict[str, StepRecord] = {}
+        self.ran: list[str] = []
+        self.error: TrtspecError | None = None
+        self.stop = threading.Event()
+        self.free = set(range(graph.gpus))
+        self.running: dict[Future[tuple[Outcome, TrtspecError | None]], tuple[int, ...]] = {}
+        self._lock = threading.Lock()  # guards the state and the observer against the threads of running steps
+
+    def run(self, steps: Sequence[Step], threads: ThreadPoolExecutor) -> None:
+        """Run `steps`, which are in the order of their needs; ends when they have, or when the first has failed."""
+        waiting = list(steps)
+        while self.running or (waiting and not self.error):
+            step = None if self.error else next(filter(self._may_start, waiting), None)
+            if step is None:
+                self._join()
+                continue
+            waiting.remove(step)
+            inputs, reason = self._examine(step)
+            if reason is None:
+                with self._lock:
+                    self.graph._keep(step)
+                self._finished(self.graph._outcome(step, CACHED, "unchanged", inputs, self.results), None)
+            elif gpu_ids := tuple(sorted(self.free)[: step.gpus]):
+                self.free -= set(gpu_ids)
+                job = (step, inputs, reason, dict(self.results), tuple(self.ran), gpu_ids)
+                self.running[threads.submit(self._execute, *job)] = gpu_ids
+            else:
+                self._finished(*self._execute(step, inputs, reason, self.results, tuple(self.ran), ()))
+
+    def _may_start(self, step: Step) -> bool:
+        """Whether all that a step needs is there. With nothing running, the first in order always may."""
+        if not self.running:
+            return True
+        ready = all(need in self.results for need in step.needs)
+        return ready and 0 < min(step.gpus, self.graph.gpus) <= len(self.free)
+
+    def _join(self) -> None:
+        """Wait until a running step has ended."""
+        for done in wait(self.running, return_when=FIRST_COMPLETED).done:
+            self.free |= set(self.running.pop(done))
+            self._finished(*done.result())
+
+    def _examine(self, step: Step) -> tuple[dict[str, str], str | None]:
+        """Digests of the step's inputs, and why it must run."""
+        forced = self.force and self.only in (None, step.name)
+        inputs, reason = self.graph._examine(step, self.results, forced=forced)
+        if self.only and step.name != self.only and reason:
+            raise _out_of_date(step.name, self.only, reason)
+        return inputs, reason
+
+    def _finished(self, outcome: Outcome, error: TrtspecError | None) -> None:
+        self.outcomes[outcome.name] = outcome
+        if outcome.status != CACHED:
+            self.ran.append(outcome.name)
+        if error is None:
+            self.results[outcome.name] = self.graph.state.records[outcome.name]
+        self.error = self.error or error
+        with self._lock:
+            self.observer.finished(outcome)
+
+    def _execute(
+        self,
+        step: Step,
+        inputs: dict[str, str],
+        reason: str,
+        results: Results,
+        ran: Sequence[str],
+        gpu_ids: tuple[int, ...],
+    ) -> tuple[Outcome, TrtspecError | None]:
+        """Run one step, in any thread."""
+        graph = self.graph
+
+        def advance(fraction: float) -> None:
+            if self.stop.is_set():
+                raise KeyboardInterrupt
+            with self._lock:
+                self.observer.advance(step.name, fraction)
+
+        def note(text: str) -> None:
+            with self._lock:
+                self.observer.note(step.name, text)
+
+        with self._lock:
+            self.observer.started(step.name, reason)
+        begin = time.perf_counter()
+        destination = staging_dir(step.output) / step.output.name if step.output else Path()
+        try:
+            if step.output:
+                destination.parent.mkdir(parents=True)
+            facts = step.run(Task(results, destination, ran, advance, note, gpu_ids))
+            if step.output:
+                swap_in(step.output)
+            made = StepRecord(
+                inputs=inputs,
+                facts=facts,
+                files=record(step.output) if step.output else {},
+                seconds=round(time.perf_counter() - begin, 3),
+                finished_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                actions=step.actions(results),
+            )
+            with self._lock:
+                graph.state.records[step.name] = made
+                graph.state.save()
+            status, error = OK, None
+        except (TrtspecError, OSError) as failure:
+            error = explain(failure, step.output or graph.root) if isinstance(failure, OSError) else failure
+            if step.output and error.where:  # what is staged is gone by now; the user knows the place it was for
+                error.where = error.where.replace(str(destination), str(step.output))
+            status, reason = FAILED, str(error)
+        finally:
+            if step.output:
+                clear_staging(step.output)
+        return graph._outcome(step, status, reason, inputs, results, time.perf_counter() - begin), error
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Inside a `with` block SIGTERM and SIGHUP interrupt as Ctrl-C does, and only once: what runs is ended in peace."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    every = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [number for number in every if signal.getsignal(number) != signal.SIG_IGN]
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        for each in numbers:
+            signal.signal(each, lambda number, frame: None)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _check_ours(output: Path, lock: Path) -> None:

@@ -31,48 +31,45 @@ class Lines:
     def __init__(self, echo: Callable[[str], None] = click.echo, clock: Callable[[], float] = time.monotonic) -> None:
         self._echo = echo
         self._clock = clock
-        self._running = ""
-        self._last = 0.0
+        self._last: dict[str, tuple[float, str]] = {}  # step -> when and what it was last heard of
 
     def started(self, name: str, reason: str) -> None:
-        self._running, self._last = name, self._clock()
+        self._last[name] = self._clock(), ""
         self._echo(f"{name}: {reason}")
 
-    def advance(self, fraction: float) -> None:
-        if self._clock() - self._last >= _QUIET_SECONDS:
-            self._last = self._clock()
-            self._echo(f"{self._running}: {fraction:.0%}")
+    def advance(self, name: str, fraction: float) -> None:
+        last, said = self._last[name]
+        text = f"{fraction:.0%}"
+        if self._clock() - last >= _QUIET_SECONDS and text != said:
+            self._last[name] = self._clock(), text
+            self._echo(f"{name}: {text}")
 
-    def note(self, text: str) -> None:
-        self._echo(f"{self._running}: note: {text}")
+    def note(self, name: str, text: str) -> None:
+        self._echo(f"{name}: note: {text}")
 
     def finished(self, outcome: Outcome) -> None:
         self._echo(_ending(outcome))
 
 
 class Bars:
-    """One bar for the running step, and a line for each that has ended."""
+    """One bar for each running step, and a line for each that has ended."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._running = ""
-        self._task: TaskID | None = None
+        self._bars: dict[str, TaskID] = {}
 
     def started(self, name: str, reason: str) -> None:
-        self._running = name
-        self._task = self._progress.add_task(f"{name} ({reason})", total=None)
+        self._bars[name] = self._progress.add_task(f"{name} ({reason})", total=None)
 
-    def advance(self, fraction: float) -> None:
-        if self._task is not None:
-            self._progress.update(self._task, total=1.0, completed=fraction)
+    def advance(self, name: str, fraction: float) -> None:
+        self._progress.update(self._bars[name], total=1.0, completed=fraction)
 
-    def note(self, text: str) -> None:
-        self._progress.console.print(f"{self._running}: note: {text}", markup=False, highlight=False)
+    def note(self, name: str, text: str) -> None:
+        self._progress.console.print(f"{name}: note: {text}", markup=False, highlight=False)
 
     def finished(self, outcome: Outcome) -> None:
-        if self._task is not None:
-            self._progress.remove_task(self._task)
-            self._task = None
+        if outcome.name in self._bars:
+            self._progress.remove_task(self._bars.pop(outcome.name))
         self._progress.console.print(_ending(outcome), markup=False, highlight=False)
 
 
