@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from trtspec.errors import TrtspecError
 from trtspec.models.source import HFSource, ModelSource, open_model
-from trtspec.runtime.engine import EngineConfig, check_engine_pair, write_torch_engine
+from trtspec.runtime.engine import EngineConfig, check_engine_pair, check_lookahead, write_torch_engine
 from trtspec.runtime.torch_runtime import TorchRuntime
 
 
@@ -143,7 +143,7 @@ def test_a_sequence_longer_than_the_models_context_is_refused(source: ModelSourc
 
 
 def test_another_family_is_refused_before_anything_is_written(source: ModelSource, tmp_path: Path) -> None:
-    source.config = replace(source.config, model_type="mixtral", num_experts=8)
+    source.config = replace(source.config, model_type="gemma")
     with pytest.raises(TrtspecError, match="does not run"):
         write(source, tmp_path / "engine")
     assert list(tmp_path.iterdir()) == []
@@ -193,8 +193,8 @@ def test_broken_engines_are_refused_with_the_file_named(
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lambda engine: edit(engine, "trtspec", runtime="tensorrt_llm"), "runtime tensorrt_llm; expected .* torch"),
-        (lambda engine: edit(engine, None, trtspec={}), "runtime tensorrt_llm; expected .* torch"),
+        (lambda engine: edit(engine, "trtspec", runtime="tensorrt_llm"), "does not say which checkpoint"),
+        (lambda engine: edit(engine, None, trtspec={}), "does not say which checkpoint"),
         (lambda engine: edit(engine, "trtspec", model_config={"a": 1}), "model_config does not describe a model"),
         (
             lambda engine: edit(engine, "build_config", max_seq_len="long"),
@@ -287,3 +287,109 @@ def test_pairs_that_do_not_go_together_are_refused_with_both_files(
 def test_without_draft_logits_the_draft_need_not_return_them() -> None:
     target, draft = pair(build={"gather_generation_logits": False})
     check_engine_pair(target, draft, 10, draft_logits=False)
+
+
+def compiled(directory: Path, *, world_size: int = 1, stamp: dict[str, Any] | None = None, **build: Any) -> Path:
+    """The directory of an engine as trtllm-build and our compile step leave it; its ranks are stand-ins."""
+    directory.mkdir(parents=True)
+    content = {
+        "version": "1.2.1",
+        "pretrained_config": {"vocab_size": 7, "mapping": {"world_size": world_size}},
+        "build_config": {"max_seq_len": 1028, "max_draft_len": 4, "speculative_decoding_mode": 2} | build,
+    }
+    (directory / "config.json").write_text(json.dumps(content))
+    (directory / "trtspec.json").write_text(
+        json.dumps({"runtime": "tensorrt_llm", "compiled": True, "sm": 90} | (stamp or {}))
+    )
+    for rank in range(world_size):
+        (directory / f"rank{rank}.engine").write_text("STAND-IN")
+    return directory
+
+
+def test_the_stamp_of_a_compiled_engine_lies_beside_its_config(tmp_path: Path) -> None:
+    config = EngineConfig.load(compiled(tmp_path / "target", world_size=2))
+    assert (config.runtime, config.compiled, config.sm, config.world_size) == ("tensorrt_llm", True, 90, 2)
+    prepared = compiled(tmp_path / "prepared", stamp={"compiled": False})
+    (prepared / "rank0.engine").unlink()
+    assert EngineConfig.load(prepared).compiled is False
+
+
+@pytest.mark.parametrize("mode", [32, "EAGLE", "eagle", "SpeculativeDecodingMode.EAGLE"])
+def test_the_mode_is_known_by_number_and_by_name(tmp_path: Path, mode: int | str) -> None:
+    engine = EngineConfig.load(compiled(tmp_path / "engine", speculative_decoding_mode=mode))
+    assert engine.speculative_decoding_mode == 32
+
+
+def test_room_that_the_builder_added_for_drafts_is_not_the_users(tmp_path: Path) -> None:
+    assert EngineConfig.load(compiled(tmp_path / "target")).max_seq_len == 1024
+    plain = compiled(tmp_path / "draft", speculative_decoding_mode=1, max_draft_len=0, max_seq_len=1024)
+    assert EngineConfig.load(plain).max_seq_len == 1024
+    eagle = compiled(tmp_path / "eagle", speculative_decoding_mode=32, max_draft_len=63, max_seq_len=1091)
+    edit(eagle, "pretrained_config", num_eagle_layers=4)
+    assert EngineConfig.load(eagle).max_seq_len == 1024
+
+
+@pytest.mark.parametrize(
+    ("harm", "file", "message"),
+    [
+        (lambda engine: (engine / "rank1.engine").unlink(), "rank1.engine", "is missing; expected the engines of 2"),
+        (lambda engine: (engine / "rank0.engine").write_text(""), "rank0.engine", "is empty"),
+        (lambda engine: (engine / "trtspec.json").write_text("{"), "trtspec.json", "not valid JSON"),
+        (lambda engine: (engine / "trtspec.json").write_text("[1]"), "config.json", "not the config of an engine"),
+        (
+            lambda engine: (engine / "trtspec.json").write_text('{"trtspec_version": "9.0.0"}'),
+            "config.json",
+            r"made by trtspec 9\.0\.0",
+        ),
+    ],
+)
+def test_broken_compiled_engines_are_refused_with_the_file_named(
+    tmp_path: Path, harm: Callable[[Path], object], file: str, message: str
+) -> None:
+    engine = compiled(tmp_path / "target", world_size=2)
+    harm(engine)
+    with pytest.raises(TrtspecError, match=message) as caught:
+        EngineConfig.load(engine)
+    assert caught.value.where == str(engine / file)
+
+
+def test_engines_of_two_versions_or_architectures_are_refused_with_both_named(tmp_path: Path) -> None:
+    target = EngineConfig.load(compiled(tmp_path / "target"))
+    draft = EngineConfig.load(compiled(tmp_path / "draft", speculative_decoding_mode=1, max_draft_len=0))
+    check_engine_pair(target, draft, 4)
+    for old, new in (
+        (replace(target, version="0.16.0"), replace(draft, version="0.15.0")),
+        (target, replace(draft, stamp=draft.stamp | {"sm": 80})),
+    ):
+        with pytest.raises(TrtspecError) as caught:
+            check_engine_pair(old, new, 4)
+        named = ("0.16.0", "0.15.0") if old is not target else ("sm_90", "sm_80")
+        for part in (*named, str(target.path), str(draft.path)):
+            assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "draft_len"), [((4, 3, 4), 15), ((5, 5, 5), 39), ((7, 5, 3), 39), ((7, 7, 7), 83), ((4, 4, 4), 23)]
+)
+def test_lookahead_sizes_must_be_those_of_the_engine(
+    tmp_path: Path, sizes: tuple[int, int, int], draft_len: int
+) -> None:
+    def engine(length: int, mode: int = 8) -> EngineConfig:
+        build = {"max_draft_len": length, "speculative_decoding_mode": mode}
+        return EngineConfig(tmp_path / "config.json", "1.2.1", {}, build, {})
+
+    check_lookahead(engine(draft_len), *sizes)
+    for other in (39, 15, 83):
+        if other != draft_len:
+            with pytest.raises(TrtspecError) as caught:
+                check_lookahead(engine(other), *sizes, pipeline=Path("repo/tensorrt_llm/config.pbtxt"))
+            for part in (str(other), str(draft_len), str(sizes), "repo/tensorrt_llm/config.pbtxt", str(tmp_path)):
+                assert part in str(caught.value)
+    with pytest.raises(TrtspecError, match="built for speculative decoding mode draft_tokens_external"):
+        check_lookahead(engine(draft_len, mode=2), *sizes)
+
+
+def test_lookahead_sizes_that_cannot_look_ahead_fit_no_engine(tmp_path: Path) -> None:
+    build = {"max_draft_len": 15, "speculative_decoding_mode": 8}
+    with pytest.raises(TrtspecError, match=r"max_draft_len is 15, but lookahead .* \(4, 1, 0\) draft 0"):
+        check_lookahead(EngineConfig(tmp_path / "config.json", "1.2.1", {}, build, {}), 4, 1, 0)

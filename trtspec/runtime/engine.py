@@ -1,7 +1,7 @@
-"""Engine directories: config.json in the shape of a TensorRT-LLM engine config, and weights for the torch runtime.
+"""Engine directories: config.json in the shape of a TensorRT-LLM engine config, our stamp, and weights or ranks.
 
-Knows how an engine is laid out on disk, how it is written without ever being half there, and which two engines may
-work together. Does not know how it is run, and imports torch only to write or load weights.
+Knows how an engine is laid out on disk, how one for the torch runtime is written without ever being half there, and
+which two engines may work together. Does not know how it is run, and imports torch only to write or load weights.
 """
 
 from __future__ import annotations
@@ -24,9 +24,20 @@ if TYPE_CHECKING:
     import torch
 
     from trtspec.models.source import ModelSource
+    from trtspec.runtime.weights import ExecutableWeights
 
 CONFIG, WEIGHTS = "config.json", "rank0.safetensors"
-DRAFT_TOKENS_EXTERNAL, NO_SPECULATION = 2, 1  # values of TensorRT-LLM's SpeculativeDecodingMode
+STAMP = "trtspec.json"  # our stamp of an engine whose config.json the compiler wrote
+# Values of TensorRT-LLM's SpeculativeDecodingMode, as config.json holds them.
+SPECULATIVE_MODES = {
+    1: "none",
+    2: "draft_tokens_external",
+    4: "medusa",
+    8: "lookahead_decoding",
+    16: "explicit_draft_tokens",
+    32: "eagle",
+}
+NO_SPECULATION, DRAFT_TOKENS_EXTERNAL, LOOKAHEAD_DECODING = 1, 2, 8
 _ALIGNMENT = 64  # bytes, a cache line
 _VOCAB_PADDING = 1024  # models of one tokenizer pad their vocabularies to different multiples, none larger than this
 _HEADER_BYTES = 256  # room for one tensor's entry in a safetensors header
@@ -42,7 +53,8 @@ class EngineConfig:
         version: version of what built the engine: TensorRT-LLM's, or `torch`.
         pretrained: TensorRT-LLM's `pretrained_config`.
         build: TensorRT-LLM's `build_config`.
-        stamp: our own section; empty for an engine that `trtllm-build` wrote by itself.
+        stamp: ours, from config.json for the torch runtime and from trtspec.json beside it for TensorRT-LLM; empty for
+            an engine that `trtllm-build` wrote without us.
     """
 
     path: Path
@@ -53,21 +65,18 @@ class EngineConfig:
 
     @classmethod
     def load(cls, directory: Path) -> EngineConfig:
-        """Read and check an engine directory; of the weights only the header is looked at.
+        """Read and check an engine directory; of the weights only the header is looked at, of ranks only the size.
 
         Raises:
             TrtspecError: no engine there, a broken file, an engine of a newer trtspec, or missing or truncated weights.
         """
         path = directory / CONFIG
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise TrtspecError("no such engine", where=str(path), fix="build it with `trtspec build`") from None
-        except OSError as error:
-            raise TrtspecError(f"cannot be read: {error.strerror}", where=str(path)) from error
-        except ValueError as error:
-            raise TrtspecError(f"not valid JSON ({error})", where=str(path), fix="build the engine again") from error
+        content = _read_json(path)
+        if content is None:
+            raise TrtspecError("no such engine", where=str(path), fix="build it with `trtspec build`")
         sections = {"trtspec": {}, **content} if isinstance(content, dict) else {}
+        if not sections.get("trtspec"):
+            sections["trtspec"] = _read_json(directory / STAMP) or {}
         names = ("pretrained_config", "build_config", "trtspec")
         if not all(isinstance(sections.get(name), dict) for name in names):
             raise TrtspecError(
@@ -77,7 +86,7 @@ class EngineConfig:
             )
         pretrained, build, stamp = (sections[name] for name in names)
         made_by = str(stamp.get("trtspec_version", __version__))
-        if _numbers(made_by) > _numbers(__version__):
+        if version_numbers(made_by) > version_numbers(__version__):
             raise TrtspecError(
                 f"made by trtspec {made_by}, which is newer than this one, {__version__}",
                 where=str(path),
@@ -86,6 +95,8 @@ class EngineConfig:
         config = cls(path, str(content.get("version", "")), pretrained, build, stamp)
         if config.runtime == "torch":
             _check_weights(directory / WEIGHTS)
+        elif stamp.get("compiled"):
+            config.require_ranks()
         return config
 
     @property
@@ -94,14 +105,65 @@ class EngineConfig:
         return str(self.stamp.get("runtime", "tensorrt_llm"))
 
     @property
+    def compiled(self) -> bool:
+        """Whether its runtime can load it; not so what `--no-compile` has prepared, until its build.sh was run."""
+        if self.stamp.get("compiled", True):
+            return True
+        try:
+            self.require_ranks()
+        except TrtspecError:
+            return False
+        return True
+
+    @property
+    def world_size(self) -> int:
+        """GPUs that it runs on, one rank on each."""
+        return self._integer("pretrained_config.mapping", {"world_size": 1, **self._mapping}, "world_size")
+
+    @property
+    def sm(self) -> int | None:
+        """Compute capability times ten of the GPUs that it was compiled on; None: not known, or for no GPU."""
+        return self.stamp.get("sm")
+
+    @property
+    def speculative_decoding_mode(self) -> int:
+        """TensorRT-LLM's number of the mode (`SPECULATIVE_MODES`), also where config.json holds its name."""
+        mode = self.build.get("speculative_decoding_mode")
+        if isinstance(mode, str):
+            name = mode.rpartition(".")[2].lower()
+            return next((number for number, known in SPECULATIVE_MODES.items() if known == name), NO_SPECULATION)
+        return self._integer(
+            "build_config", {"speculative_decoding_mode": NO_SPECULATION, **self.build}, "speculative_decoding_mode"
+        )
+
+    def require_ranks(self) -> None:
+        """Refuse an engine of TensorRT-LLM of which a rank is missing or empty.
+
+        Raises:
+            TrtspecError: the file at fault.
+        """
+        for rank in range(self.world_size):
+            path = self.path.with_name(f"rank{rank}.engine")
+            if not path.is_file() or not path.stat().st_size:
+                raise TrtspecError(
+                    "is empty" if path.is_file() else "is missing",
+                    where=str(path),
+                    expected=f"the engines of {self.world_size} ranks",
+                    fix="build the engine again",
+                )
+
+    @property
     def vocab_size(self) -> int:
         """Ids that have a logit."""
         return self._integer("pretrained_config", self.pretrained, "vocab_size")
 
     @property
     def max_seq_len(self) -> int:
-        """Longest sequence, input and output together."""
-        return self._integer("build_config", self.build, "max_seq_len")
+        """Longest sequence, input and output together: without the room that TensorRT-LLM's builder adds for drafts."""
+        longest = self._integer("build_config", self.build, "max_seq_len")
+        if self.runtime == "torch" or self.speculative_decoding_mode == NO_SPECULATION:
+            return longest
+        return longest - self.max_draft_len - self.pretrained.get("num_eagle_layers", 0)
 
     @property
     def max_draft_len(self) -> int:
@@ -111,7 +173,7 @@ class EngineConfig:
     @property
     def returns_generation_logits(self) -> bool:
         """Whether a request may ask for them. From TensorRT-LLM 1.0 on every engine gives them, whatever the flag."""
-        always = self.runtime == "tensorrt_llm" and _numbers(self.version) >= (1,)
+        always = self.runtime == "tensorrt_llm" and version_numbers(self.version) >= (1,)
         return always or bool(self.build.get("gather_generation_logits", False))
 
     @property
@@ -147,8 +209,13 @@ class EngineConfig:
             )
         return value
 
+    @property
+    def _mapping(self) -> dict[str, Any]:
+        mapping = self.pretrained.get("mapping")
+        return mapping if isinstance(mapping, dict) else {}
+
     def to_json(self) -> dict[str, Any]:
-        """The content of config.json."""
+        """What the engine says of itself; for the torch runtime the content of config.json."""
         return {
             "version": self.version,
             "pretrained_config": self.pretrained,
@@ -225,22 +292,23 @@ def write_torch_engine(
     return config
 
 
-def map_weights(config: EngineConfig) -> dict[str, torch.Tensor]:
-    """The tensors of a torch engine, mapped from the file: processes that load the same engine share its pages.
+def map_weights(config: EngineConfig) -> ExecutableWeights:
+    """What the torch runtime executes of an engine, with a head of exactly vocab_size rows or the rows of `d2t`.
+
+    Of a torch engine its tensors, mapped from the file: processes that load the same engine share its pages. Of an
+    engine for TensorRT-LLM, compiled or not, the checkpoint that it was made from: dequantised to float32, or in the
+    checkpoint's own type if that is not quantised.
 
     Raises:
-        TrtspecError: not a torch engine, or a tensor that its model needs is missing.
+        TrtspecError: a tensor that its model needs is missing, or the checkpoint is missing or not sound.
     """
     import torch
     from safetensors.torch import load_file
 
+    from trtspec.runtime.weights import ExecutableWeights
+
     if config.runtime != "torch":
-        raise TrtspecError(
-            f"an engine for the runtime {config.runtime}",
-            where=str(config.path),
-            expected="an engine for the runtime torch",
-            fix="serve it on a GPU, or build with engine.runtime: torch",
-        )
+        return _checkpoint_weights(config)
     path = config.path.with_name(WEIGHTS)
     weights = load_file(path)
     model = config.model
@@ -253,7 +321,28 @@ def map_weights(config: EngineConfig) -> dict[str, torch.Tensor]:
         )
     if "d2t" not in weights:  # a head padded for tensor parallelism has rows that stand for no token
         weights["lm_head.weight"] = weights["lm_head.weight"][: config.vocab_size]
-    return weights
+    return ExecutableWeights(weights)
+
+
+def _checkpoint_weights(config: EngineConfig) -> ExecutableWeights:
+    """What an engine for TensorRT-LLM computes with, from the checkpoint that its stamp names."""
+    import torch
+
+    from trtspec.trtllm.checkpoint import require_sound
+    from trtspec.trtllm.dequantize import load_weights
+
+    relative = config.stamp.get("checkpoint")
+    if not relative:
+        raise TrtspecError(
+            "a compiled engine that does not say which checkpoint it was made from",
+            where=str(config.path),
+            fix="serve it on a GPU, or build it again with trtspec, which keeps the checkpoint",
+        )
+    checkpoint = require_sound(config.path.parent / relative)
+    exact = checkpoint.quant_algo is None and checkpoint.kv_cache_quant_algo is None
+    loaded = load_weights(checkpoint, getattr(torch, checkpoint.config["dtype"]) if exact else torch.float32)
+    loaded.weights["lm_head.weight"] = loaded.weights["lm_head.weight"][: config.vocab_size]
+    return loaded
 
 
 def check_engine_pair(
@@ -292,6 +381,12 @@ def check_engine_pair(
             where=str(target.path),
             fix="build both engines with the same version",
         )
+    if target.sm and draft.sm and target.sm != draft.sm:
+        raise TrtspecError(
+            f"compiled for sm_{target.sm}, but {draft.path} for sm_{draft.sm}",
+            where=str(target.path),
+            fix="build both engines on the GPUs that will run them",
+        )
     if draft_logits and not draft.returns_generation_logits:
         raise TrtspecError(
             f"the engine cannot return generation logits, but the target {target.path} is to accept by them",
@@ -304,6 +399,48 @@ def check_engine_pair(
             f"vocab_size is {target.vocab_size}, but {draft.vocab_size} in {draft.path}, more than padding explains",
             where=str(target.path),
             fix="choose a draft with the target's tokenizer",
+        )
+
+
+def check_lookahead(
+    engine: EngineConfig,
+    window_size: int,
+    ngram_size: int,
+    verification_set_size: int,
+    *,
+    pipeline: Path | None = None,
+) -> None:
+    """Refuse lookahead sizes that the engine was not built for.
+
+    Args:
+        engine: the target's.
+        window_size, ngram_size, verification_set_size: W, N and G that the runtime is given.
+        pipeline: file that gives them, named in messages.
+
+    Raises:
+        TrtspecError: an engine of another mode or of another draft length; both sides are named.
+    """
+    from trtspec.spec.schema import Lookahead
+
+    sizes = (window_size, ngram_size, verification_set_size)
+    asking = f"lookahead sizes (window, ngram, verification) {sizes}" + (f" in {pipeline}" if pipeline else "")
+    needed = Lookahead.model_construct(
+        window_size=window_size, ngram_size=ngram_size, verification_set_size=verification_set_size
+    ).draft_len
+    if engine.speculative_decoding_mode != LOOKAHEAD_DECODING:
+        mode = SPECULATIVE_MODES.get(engine.speculative_decoding_mode, "an unknown mode")
+        raise TrtspecError(
+            f"built for speculative decoding mode {mode}, but the runtime is given {asking}",
+            where=str(engine.path),
+            expected="an engine of mode lookahead_decoding",
+            fix="build the engine again with speculation.method: lookahead",
+        )
+    if needed != engine.max_draft_len:
+        raise TrtspecError(
+            f"max_draft_len is {engine.max_draft_len}, but {asking} draft {needed}",
+            where=str(engine.path),
+            expected="the sizes that the engine was built for",
+            fix="build the engine again, or set speculation.lookahead to its sizes",
         )
 
 
@@ -354,6 +491,18 @@ def _pretrained_config(model: ModelConfig, dtype: str) -> dict[str, Any]:
         "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
         "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
     }
+
+
+def _read_json(path: Path) -> Any:
+    """The content of a JSON file, None where there is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise TrtspecError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    except ValueError as error:
+        raise TrtspecError(f"not valid JSON ({error})", where=str(path), fix="build the engine again") from error
 
 
 def _check_weights(path: Path) -> None:
@@ -409,7 +558,7 @@ def _stored(
         yield "d2t", tensor("d2t")
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def version_numbers(version: str) -> tuple[int, ...]:
     """(1, 2, 1) of "1.2.1", as far as there are numbers."""
     numbers = []
     for part in version.split("."):
