@@ -270,22 +270,6 @@ def test_dry_run_prints_every_step_and_writes_nothing(project: Project) -> None:
     assert "engine:target: cached (unchanged)" in project.run("--dry-run").stdout
 
 
-def test_dry_run_of_another_runtime_prints_its_command_and_says_what_is_missing(project: Project) -> None:
-    settings = ["engine.runtime=tensorrt_llm", "hardware.gpu=H100-SXM", "target.dtype=bfloat16"]
-    settings += ["speculation.draft.dtype=bfloat16"]
-    words = [word for setting in settings for word in ("--set", setting)]
-    result = project.run("--dry-run", *words)
-    assert result.exit_code == EXIT_ERROR
-    assert (
-        "--max_batch_size 4 --max_input_len 128 --max_seq_len 256 --max_num_tokens 8192 --max_beam_width 1 "
-        "--use_paged_context_fmha enable --tokens_per_block 32 --speculative_decoding_mode draft_tokens_external "
-        "--max_draft_len 3\n"
-    ) in result.stdout
-    assert "runtime tensorrt_llm is not built yet" in result.stderr
-    assert "engine.runtime" in project.refuse(*words)
-    assert not project.engines.exists()
-
-
 def test_dry_run_does_not_download(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
@@ -297,13 +281,11 @@ def test_dry_run_does_not_download(project: Project, monkeypatch: pytest.MonkeyP
     assert set(statuses(preview).values()) == {"would run"}
 
 
-@pytest.mark.parametrize("method", ["ngram", "lookahead"])
-def test_methods_that_are_not_built_yet_are_refused(project: Project, method: str) -> None:
-    project.content["speculation"] = {"method": method, "num_draft_tokens": 3}
-    if method == "lookahead":
-        del project.content["speculation"]["num_draft_tokens"]
+def test_a_method_that_is_not_built_yet_is_refused(project: Project) -> None:
+    project.content["speculation"] |= {"method": "tree"}
+    del project.content["speculation"]["num_draft_tokens"]
     project.write()
-    assert method in project.refuse()
+    assert "does not build method tree for runtime torch yet" in project.refuse()
     assert not project.engines.exists()
 
 

@@ -45,7 +45,13 @@ Commands:
   serve     Start the Triton server on a built repository.
   stop      Stop a server started with serve --detach.
   generate  Stream text from a running server.
-  parity    Check the built engines against the reference sampler.
+  parity    Check checkpoints, engines and server against the reference
+            sampler.
+  inspect   Say what an engine or a checkpoint is, and whether it fits this
+            host and its partner.
+  doctor    Check driver, GPUs, container, versions, disk and ports of this
+            host.
+  migrate   Turn a spec for compiled engines into one for the LLM API.
   train     Train draft models.
 """
 

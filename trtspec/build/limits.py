@@ -13,6 +13,8 @@ from trtspec.errors import TrtspecError
 from trtspec.models.config import ModelConfig
 from trtspec.spec.gpus import GPUS
 from trtspec.spec.schema import Spec
+from trtspec.trtllm.memory import share_gpus
+from trtspec.trtllm.placement import check_placement
 from trtspec.trtllm.support import METHODS
 
 DEFAULT_MAX_NUM_TOKENS = 8192  # trtllm-build's own default
@@ -69,7 +71,8 @@ def plan(spec: Spec, models: Mapping[str, ModelConfig]) -> dict[str, Any]:
         models: role -> what its checkpoint says.
 
     Returns:
-        `engines` (role -> build_config), `memory` (role -> bytes of `weights` and `kv_cache`), `notes`.
+        `engines` (role -> build_config), `memory` (role -> bytes of `weights` and `kv_cache`), `kv_cache_fractions`
+        (role -> what the C++ backend is told; empty in the torch runtime), `notes`.
 
     Raises:
         TrtspecError: a KV cache that cannot hold one longest sequence, or more than the memory there is.
@@ -87,8 +90,16 @@ def plan(spec: Spec, models: Mapping[str, ModelConfig]) -> dict[str, Any]:
         role: {"weights": weight_bytes(spec, role, model), "kv_cache": kv_cache_bytes(spec, role, model, lengths[role])}
         for role, model in models.items()
     }
-    _require_fit(spec, memory)
-    return {"engines": engines, "memory": memory, "notes": notes}
+    fractions = {}
+    if spec.engine.runtime == "tensorrt_llm" and spec.engine.track == "engine":
+        check_placement(spec)
+        weights = {role: parts["weights"] for role, parts in memory.items()}
+        shares = share_gpus(spec, models, weights, lengths)
+        fractions = shares.fractions
+        notes += shares.table()
+    else:
+        _require_fit(spec, memory)
+    return {"engines": engines, "memory": memory, "kv_cache_fractions": fractions, "notes": notes}
 
 
 def weight_bytes(spec: Spec, role: str, model: ModelConfig) -> int:

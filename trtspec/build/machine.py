@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
-import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from trtspec import __version__
+from trtspec.trtllm.host import look, package_version
 
 _PACKAGES = ("torch", "transformers", "numpy", "tokenizers", "safetensors", "pydantic")
 
@@ -25,12 +23,7 @@ def versions() -> dict[str, str | None]:
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return found | {name: package_version(name) for name in _PACKAGES}
 
 
 def hardware() -> dict[str, Any]:
@@ -39,7 +32,7 @@ def hardware() -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": memory_bytes(),
-        "gpus": _gpu_names(),
+        "gpus": [gpu.name for gpu in look().gpus],
     }
 
 
@@ -60,14 +53,3 @@ def _cpu_model() -> str:
         lines = []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.processor() or platform.machine())
-
-
-def _gpu_names() -> list[str]:
-    if not shutil.which("nvidia-smi"):
-        return []
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return answer.stdout.split("\n")[:-1]

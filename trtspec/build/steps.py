@@ -1,4 +1,5 @@
-"""The steps of a build, from a spec: resolve, pair, plan, one engine a model, engines, repository, manifest.
+"""The steps of a build, from a spec: resolve, pair, plan, the runtime's stages for each model, engines, repository,
+manifest.
 
 Knows which step needs what, and whom to call for it; the work is done elsewhere.
 """
@@ -12,31 +13,43 @@ from typing import Any
 from trtspec.build import limits, manifest
 from trtspec.build.fingerprint import digest
 from trtspec.build.graph import Graph, Results, Step, Task
-from trtspec.build.runtimes import EngineBuilder, EngineJob, engine_builder
+from trtspec.build.runtimes import LLM_API, EngineJob, Stage, stages
 from trtspec.build.sources import Sources
 from trtspec.errors import TrtspecError
-from trtspec.spec.schema import Spec
+from trtspec.spec.rules import role_key
+from trtspec.spec.schema import Mtp, Spec
+from trtspec.trtllm import llmapi
+from trtspec.trtllm.host import look
 
 # Settings of the running server that the model repository does not contain.
 _LAUNCH_ONLY = {"host", "http_port", "grpc_port", "metrics_port", "startup_timeout_s", "num_threads"}
+_LAUNCH_ONLY |= {"image", "shm_size"}
 
 
-def build_graph(spec: Spec) -> Graph:
+def build_graph(spec: Spec, *, compile: bool = True) -> Graph:
     """The steps that `spec` asks for.
+
+    Args:
+        spec: what to build.
+        compile: compile engines for TensorRT-LLM; False prepares everything else, for a later build on a GPU host.
 
     Raises:
         TrtspecError: the two output directories overlap.
     """
-    return Graph(_Steps(spec).all(), spec.engines_dir.resolve())
+    steps = _Steps(spec, compile).all()
+    needed = max(step.gpus for step in steps)
+    return Graph(steps, spec.engines_dir.resolve(), gpus=min(spec.hardware.num_gpus, len(look().gpus)) if needed else 0)
 
 
 class _Steps:
     """The steps of one spec; each method makes one of them."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: Spec, compile: bool) -> None:
         self.spec = spec
+        self.compile = compile
         self.sources = Sources(spec)
-        self.builder: EngineBuilder = engine_builder(spec.engine.runtime)
+        self.on_llm_api = spec.engine.track == "llmapi"
+        self.stages = stages(LLM_API if self.on_llm_api else spec.engine.runtime)
         self.roles = list(spec.models)
         # Resolved, so that what is staged beside an output is on the same file system.
         self.engines_dir, self.model_repo = spec.engines_dir.resolve(), spec.model_repo_dir.resolve()
@@ -51,7 +64,14 @@ class _Steps:
         steps = [self.resolve()]
         if len(self.roles) > 1:
             steps.append(self.pair())
-        steps += [self.plan(), *(self.engine(role) for role in self.roles), self.engines(), self.repository()]
+        steps.append(self.plan())
+        for before, stage in zip((None, *self.stages), self.stages, strict=False):
+            steps += [self.stage(stage, before, role) for role in self.roles]
+        if not self.on_llm_api:
+            steps.append(self.engines())
+        elif self.spec.speculation.heads:
+            steps.append(self.heads())
+        steps.append(self.repository())
         return [*steps, self.manifest(steps)]
 
     def resolve(self) -> Step:
@@ -63,33 +83,45 @@ class _Steps:
                 source = self.sources.open(role)
                 source.check()
                 models[role] = {"fingerprint": source.fingerprint(), "config": asdict(source.config)}
-            return models
+            if self.spec.speculation.method == "mtp":
+                from trtspec.models.mtp import check_mtp
+
+                check_mtp(self.sources.open("target"), (self.spec.speculation.mtp or Mtp()).num_modules)
+            return models | {"heads": self.sources.heads_fingerprint()}
+
+        def actions(results: Results) -> list[str]:
+            opened = [f"open {role} {self.spec.models[role].model}" for role in self.roles]
+            heads = self.spec.speculation.heads
+            return [*opened, f"open the {self.spec.speculation.method} weights {heads}"] if heads else opened
 
         return Step(
             "resolve",
             run,
-            peek=not any(self.sources.is_remote(role) for role in self.roles),
-            inputs=lambda results: {role: self.sources.listing(role) for role in self.roles},
-            actions=lambda results: [f"open {role} {self.spec.models[role].model}" for role in self.roles],
+            peek=not self.sources.any_is_remote(),
+            inputs=lambda results: self.sources.listings(),
+            actions=actions,
             code=("models",),
         )
 
     def pair(self) -> Step:
-        """Check that the draft fits the target."""
+        """Check that each model that proposes fits the target."""
 
         def run(task: Task) -> dict[str, Any]:
             from trtspec.models.pair import check_pair
 
-            verdict = check_pair(self.sources.open("target"), self.sources.open("draft"))
-            if verdict.verdict == "refuse":
-                raise TrtspecError(
-                    f"the draft does not fit the target: {verdict.reasons[0]}",
-                    where=self.spec.where(("speculation", "draft")),
-                )
-            if verdict.verdict == "accept_with_note":
-                for reason in verdict.reasons:
-                    task.note(reason)
-            return asdict(verdict)
+            verdicts = {}
+            for role in self.roles[1:]:
+                verdict = check_pair(self.sources.open("target"), self.sources.open(role))
+                if verdict.verdict == "refuse":
+                    raise TrtspecError(
+                        f"the {role} does not fit the target: {verdict.reasons[0]}",
+                        where=self.spec.where(role_key(role)),
+                    )
+                if verdict.verdict == "accept_with_note":
+                    for reason in verdict.reasons:
+                        task.note(reason)
+                verdicts[role] = asdict(verdict)
+            return verdicts
 
         return Step(
             "pair",
@@ -105,7 +137,13 @@ class _Steps:
         """Set each engine's limits and check that everything fits into memory."""
 
         def run(task: Task) -> dict[str, Any]:
-            facts = limits.plan(self.spec, {role: self.sources.open(role).config for role in self.roles})
+            configs = {role: self.sources.open(role).config for role in self.roles}
+            for role, config in configs.items():
+                for stage in self.stages:
+                    stage.check(self._job(role, {}), config, self.spec)
+            facts = limits.plan(self.spec, configs)
+            if self.on_llm_api:
+                facts["notes"] += llmapi.remarks(self.spec)
             for note in facts["notes"]:
                 task.note(note)
             return facts
@@ -125,14 +163,20 @@ class _Steps:
             needs=("resolve",),
             inputs=inputs,
             actions=lambda results: ["set the limits of the engines, add up weights and KV caches"],
-            code=("build/limits.py", "spec/gpus.py", "trtllm"),
+            code=("build/limits.py", "spec/gpus.py", "trtllm", "build/runtimes"),
         )
 
-    def engine(self, role: str) -> Step:
-        """Build the engine of one model."""
+    def stage(self, stage: Stage, before: Stage | None, role: str) -> Step:
+        """One stage on the way from the model of `role` to its engine."""
+        needs = ["resolve", *(["pair"] if len(self.roles) > 1 else []), "plan"]
+        if before is not None:
+            needs.append(f"{before.name}:{role}")
 
         def inputs(results: Results) -> dict[str, Any]:
-            return {"source": self._source(role, results), **self.builder.inputs(self._job(role, results))}
+            source: dict[str, Any] = {"source": self._source(role, results)}
+            if before is not None:
+                source |= {before.name: results[f"{before.name}:{role}"].output_hash}
+            return source | stage.inputs(self._job(role, results))
 
         def run(task: Task) -> dict[str, Any]:
             source = self._source(role, task.results)
@@ -141,17 +185,39 @@ class _Steps:
                 "source_fingerprint": source["fingerprint"],
                 "spec_hash": digest(inputs(task.results)),
             }
-            job = self._job(role, task.results)
-            return self.builder.build(job, self.sources.open(role), task.destination, stamp, task.advance)
+            return stage.run(self._job(role, task.results), self.sources.open(role), task, stamp)
 
         return Step(
-            f"engine:{role}",
+            f"{stage.name}:{role}",
             run,
-            needs=("resolve", *(["pair"] if len(self.roles) > 1 else []), "plan"),
+            needs=tuple(needs),
             inputs=inputs,
-            actions=lambda results: self.builder.actions(self._job(role, results)),
-            output=self.engines_dir / role,
-            code=self.builder.CODE,
+            actions=lambda results: stage.actions(self._job(role, results)),
+            output=stage.output(self._job(role, {})),
+            code=stage.code,
+            gpus=stage.gpus(self._job(role, {})),
+        )
+
+    def heads(self) -> Step:
+        """Lay out the heads beside the model that they go on, for a runtime that loads them itself."""
+
+        def run(task: Task) -> dict[str, Any]:
+            from trtspec.models.export import link
+
+            directory = self.sources.heads()
+            assert directory is not None
+            link(directory, task.destination, task.advance)
+            return {}
+
+        output = self.engines_dir / "heads"
+        return Step(
+            "heads",
+            run,
+            needs=("resolve",),
+            inputs=lambda results: {"heads": results["resolve"].facts["heads"]},
+            actions=lambda results: [f"lay out {self.spec.speculation.heads} in {output}"],
+            output=output,
+            code=("models/export.py",),
         )
 
     def engines(self) -> Step:
@@ -161,20 +227,26 @@ class _Steps:
             from trtspec.runtime.engine import EngineConfig, check_engine_pair
 
             configs = {role: EngineConfig.load(self.engines_dir / role) for role in self.roles}
-            check_engine_pair(
-                configs["target"],
-                configs.get("draft"),
-                max(self.spec.speculation.num_draft_tokens, self.spec.default_num_draft_tokens),
-                pipeline=self.spec.source,
-                draft_logits=self.spec.speculation.acceptance == "logits",
-            )
+            asked = max(self.spec.speculation.num_draft_tokens, self.spec.default_num_draft_tokens)
+            cascade = self.spec.speculation.cascade if "middle" in configs else None
+            pairs = [("target", "middle" if cascade else "draft", asked)]
+            if cascade:
+                pairs.append(("middle", "draft", cascade.num_draft_tokens))
+            for verifier, proposer, num_draft_tokens in pairs:
+                check_engine_pair(
+                    configs[verifier],
+                    configs.get(proposer),
+                    num_draft_tokens,
+                    pipeline=self.spec.source,
+                    draft_logits=self.spec.speculation.acceptance == "logits",
+                )
             return {}
 
         return Step(
             "engines",
             run,
             peek=True,
-            needs=tuple(f"engine:{role}" for role in self.roles),
+            needs=self._last_stages,
             inputs=lambda results: {**self._engine_outputs(results), **self._drafting()},
             actions=lambda results: ["check that the engines agree"],
             code=("runtime/engine.py",),
@@ -184,6 +256,12 @@ class _Steps:
         """Write the Triton model repository."""
 
         def run(task: Task) -> dict[str, Any]:
+            if self.on_llm_api:
+                from trtspec.triton.llmapi_repository import write_llmapi_repository
+
+                mount = self.spec.serving.mount_point.rstrip("/")
+                write_llmapi_repository(out_dir=task.destination, spec=self.spec, model_path=f"{mount}/target")
+                return {}
             from trtspec.triton.repository import write_repository
 
             target = self.sources.open("target")
@@ -197,6 +275,7 @@ class _Steps:
                 kv_cache_bytes={
                     role: memory["kv_cache"] for role, memory in task.results["plan"].facts["memory"].items()
                 },
+                kv_cache_fractions=task.results["plan"].facts["kv_cache_fractions"],
             )
             return {}
 
@@ -206,18 +285,24 @@ class _Steps:
                 **self._drafting(),
                 "target": self._source("target", results),
                 "engine": self.spec.engine.model_dump(mode="json"),
+                **(self._sections("target", "speculation", "hardware") if self.on_llm_api else {}),
                 "serving": self.spec.serving.model_dump(mode="json", exclude=_LAUNCH_ONLY),
                 "memory": results["plan"].facts["memory"],
+                "kv_cache_fractions": results["plan"].facts["kv_cache_fractions"],
             }
 
         return Step(
             "repository",
             run,
-            needs=("resolve", "plan", "engines", *(f"engine:{role}" for role in self.roles)),
+            needs=("resolve", "plan", *([] if self.on_llm_api else ["engines"]), *self._last_stages),
             inputs=inputs,
             actions=lambda results: [f"write the model repository to {self.model_repo}"],
             output=self.model_repo,
-            code=("triton/repository.py", "triton/contract.py", "triton/check.py", "triton/models", "decoding"),
+            code=(
+                *("triton/repository.py", "triton/llmapi_repository.py", "triton/contract.py", "triton/check.py"),
+                *("triton/check_engine.py", "triton/engine_parameters.py", "triton/pbtxt.py", "triton/replacing.py"),
+                *("triton/models", "trtllm/llmapi.py", "decoding"),
+            ),
         )
 
     def manifest(self, steps: list[Step]) -> Step:
@@ -253,19 +338,40 @@ class _Steps:
             build_config = results["plan"].facts["engines"][role]
         else:
             build_config = limits.build_config(self.spec, role, None)
-        mode = limits.mode(self.spec, role)
-        return EngineJob(role, self.spec.models[role], self.spec.engine, mode, build_config, self.engines_dir / role)
+        return EngineJob(
+            role=role,
+            model=self.spec.models[role],
+            engine=self.spec.engine,
+            speculation=self.spec.speculation,
+            calibration=self.spec.calibration,
+            calibration_path=self.spec.calibration_path,
+            heads=self.sources.heads() if role == "target" and "resolve" in results else None,
+            mode=limits.mode(self.spec, role),
+            build_config=build_config,
+            sm=self.spec.hardware.sm,
+            num_gpus=self.spec.hardware.num_gpus,
+            compile=self.compile,
+            engines_dir=self.engines_dir,
+        )
 
     def _source(self, role: str, results: Results) -> dict[str, Any]:
         ref = self.spec.models[role]
-        fingerprint = results["resolve"].facts[role]["fingerprint"]
-        return {"model": ref.model, "gguf_file": ref.gguf_file, "fingerprint": fingerprint}
+        facts = results["resolve"].facts
+        source = {"model": ref.model, "gguf_file": ref.gguf_file, "fingerprint": facts[role]["fingerprint"]}
+        if role == "target" and facts["heads"]:
+            source |= {"heads": self.spec.speculation.heads, "heads_fingerprint": facts["heads"]}
+        return source
 
     def _models(self, results: Results) -> dict[str, Any]:
         return {role: results["resolve"].facts[role] for role in self.roles}
 
+    @property
+    def _last_stages(self) -> tuple[str, ...]:
+        """Names of the steps that make the engines."""
+        return tuple(f"{self.stages[-1].name}:{role}" for role in self.roles)
+
     def _engine_outputs(self, results: Results) -> dict[str, Any]:
-        return {f"engine:{role}": results[f"engine:{role}"].output_hash for role in self.roles}
+        return {name: results[name].output_hash for name in self._last_stages}
 
     def _sections(self, *names: str) -> dict[str, Any]:
         return {f"spec {name}": getattr(self.spec, name).model_dump(mode="json") for name in names}

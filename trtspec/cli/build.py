@@ -23,10 +23,17 @@ if TYPE_CHECKING:
 @set_option
 @click.option("--dry-run", is_flag=True, help="Print every step and command that would run; write nothing.")
 @click.option("--force", is_flag=True, help="Run every step, cached or not (with --only: that step).")
+@click.option("--no-compile", is_flag=True, help="Prepare everything but compiled engines, on a machine without a GPU.")
 @click.option("--only", metavar="STEP", help="Run this step alone; those before it must be up to date.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
 def build(
-    config: Path, overrides: tuple[str, ...], dry_run: bool, force: bool, only: str | None, as_json: bool
+    config: Path,
+    overrides: tuple[str, ...],
+    dry_run: bool,
+    force: bool,
+    no_compile: bool,
+    only: str | None,
+    as_json: bool,
 ) -> None:
     """Build the engines and the Triton model repository that CONFIG describes.
 
@@ -36,7 +43,8 @@ def build(
     spec, report, error = None, None, None
     try:
         spec = load(config, overrides)
-        report = _preview(spec, force, only) if dry_run else _run(spec, force, only)
+        run = _preview if dry_run else _run
+        report = run(spec, force=force, only=only, compile=not no_compile)
         error = report.error
     except TrtspecError as failure:
         error = failure
@@ -51,23 +59,23 @@ def build(
         raise error
 
 
-def _run(spec: Spec, force: bool, only: str | None) -> Report:
+def _run(spec: Spec, *, force: bool, only: str | None, compile: bool) -> Report:
     from trtspec.build.progress import observer
     from trtspec.build.steps import build_graph
     from trtspec.trtllm.support import require_buildable
 
     require_buildable(spec)
     with observer(sys.stdout.isatty()) as watching:
-        return build_graph(spec).run(watching, force=force, only=only)
+        return build_graph(spec, compile=compile).run(watching, force=force, only=only)
 
 
-def _preview(spec: Spec, force: bool, only: str | None) -> Report:
+def _preview(spec: Spec, *, force: bool, only: str | None, compile: bool) -> Report:
     """Print the steps, also of a spec that this release cannot build, and then refuse that."""
     from trtspec.build.graph import Report
     from trtspec.build.steps import build_graph
     from trtspec.trtllm.support import require_buildable
 
-    report = build_graph(spec).preview(force=force, only=only)
+    report = build_graph(spec, compile=compile).preview(force=force, only=only)
     for outcome in report.outcomes:
         click.echo(f"{outcome.name}: {outcome.status} ({outcome.reason})")
         for action in outcome.actions:

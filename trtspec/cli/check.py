@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from trtspec.cli.common import config_argument, load, set_option
 from trtspec.errors import EXIT_ERROR
+
+if TYPE_CHECKING:
+    from trtspec.spec.schema import Spec
 
 _WORDS = {"accept": "accept", "accept_with_note": "accept, with a note", "refuse": "refuse"}
 
@@ -18,8 +22,8 @@ _WORDS = {"accept": "accept", "accept_with_note": "accept, with a note", "refuse
 @click.pass_context
 def check(ctx: click.Context, config: Path, overrides: tuple[str, ...]) -> None:
     """Check that the models of CONFIG pair and that this release can build it. Exit code 1 if not."""
+    from trtspec.build.sources import Sources
     from trtspec.models.pair import check_pair
-    from trtspec.models.source import open_model
     from trtspec.spec import rules
     from trtspec.trtllm import support
 
@@ -32,16 +36,32 @@ def check(ctx: click.Context, config: Path, overrides: tuple[str, ...]) -> None:
     for problem in problems:
         click.echo(f"  {support.describe(spec, problem)}")
 
-    target = open_model(spec.target.model, gguf_file=spec.target.gguf_file, base_dir=spec.base_dir)
-    proposers = {role: ref for role, ref in spec.models.items() if role != "target"}
+    sources = Sources(spec)
+    target = sources.open("target")
+    proposers = [role for role in spec.models if role != "target"]
     if not proposers:
         click.echo(f"pair: method {spec.speculation.method} has no draft model to compare with {target.name}")
-    for role, ref in proposers.items():
-        draft = open_model(ref.model, gguf_file=ref.gguf_file, base_dir=spec.base_dir, target=target)
+    for role in proposers:
+        draft = sources.open(role)
         outcome = check_pair(target, draft)
         refused |= outcome.verdict == "refuse"
         click.echo(f"pair: {target.name} with {role} {draft.name}: {_WORDS[outcome.verdict]}")
         for reason in outcome.reasons:
             click.echo(f"  {reason}")
+    if not refused:
+        refused = _plan_is_refused(spec)
     if refused:
         ctx.exit(EXIT_ERROR)
+
+
+def _plan_is_refused(spec: Spec) -> bool:
+    """Print what the plan of a build says: splits that do not divide a model, memory, options of the compiler."""
+    from trtspec.build.graph import FAILED
+    from trtspec.build.steps import build_graph
+
+    for outcome in build_graph(spec, compile=False).preview(only="plan").outcomes:
+        if outcome.status == FAILED:
+            click.echo(f"{outcome.name}: refuse\n  {outcome.reason}")
+            return True
+    click.echo("plan: accept")
+    return False
