@@ -89,11 +89,23 @@ def test_before_the_build_it_names_the_command_to_run(config: Path) -> None:
     )
 
 
-def test_engines_for_the_container_are_refused(built: Path) -> None:
-    result = trtspec("serve", built, "--set", "engine.runtime=tensorrt_llm", "--set", "hardware.gpu=H100-SXM")
+def test_without_a_gpu_a_stand_in_takes_the_place_of_the_container(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", os.defpath)  # nvidia-smi is not there, whatever this machine has
+    settings = ("--set", "engine.runtime=tensorrt_llm", "--set", "hardware.gpu=H100-SXM")
+    result = serve(built, "--detach", *settings)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.splitlines()[0] == "no GPU here: the stand-in backend executes the checkpoints with PyTorch"
+    assert running(state_dir(built)) is not None
+
+
+def test_the_llm_api_has_no_stand_in(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", os.defpath)
+    sets = ("engine.runtime=tensorrt_llm", "engine.track=llmapi", "hardware.gpu=H100-SXM")
+    result = trtspec("serve", built, *(word for each in sets for word in ("--set", each)))
     assert result.exit_code == 1
-    assert "engine.runtime: engines of tensorrt_llm on the engine track run in the Triton container" in result.stderr
-    assert "which this release does not start" in result.stderr and result.stderr.count("\n") == 1
+    assert "engine.track: the LLM API runs on GPUs only" in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_in_the_foreground_until_a_signal(built: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,7 +19,11 @@ from trtspec.cli.common import config_argument, load, set_option
 
 if TYPE_CHECKING:
     from trtspec.spec.schema import Spec
+    from trtspec.triton.container import ContainerServer
+    from trtspec.triton.server import LocalServer
     from trtspec.triton.server_state import ServerState
+
+    Server = LocalServer | ContainerServer
 
 SUPERVISOR_LOG = "serve.log"
 _READY = "ready:"
@@ -29,36 +34,66 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @click.command()
 @config_argument
 @set_option
+@click.option("--dry-run", is_flag=True, help="Print what the container of a GPU host would be started with, and end.")
 @click.option("--detach", is_flag=True, help="Return when the server is ready; end it with trtspec stop CONFIG.")
 @click.option("--host", help="Address to listen on [default: 127.0.0.1, this machine only].")
 @click.option("--http-port", type=_PORT, help="Port of HTTP [default: 8000].")
 @click.option("--grpc-port", type=_PORT, help="Port of gRPC [default: 8001].")
 @click.option("--metrics-port", type=_PORT, help="Port of the Prometheus metrics [default: 8002].")
-def serve(config: Path, overrides: tuple[str, ...], detach: bool, **serving: str | int | None) -> None:
+def serve(config: Path, overrides: tuple[str, ...], dry_run: bool, detach: bool, **serving: str | int | None) -> None:
     """Start the Triton server on the repository that `trtspec build CONFIG` wrote.
 
-    Returns 0 after Ctrl-C or trtspec stop, 1 if the server does not start or dies.
+    With engine.runtime: tensorrt_llm this is the Triton container with TensorRT-LLM on a GPU host; elsewhere a stand-in
+    executes the checkpoints. Returns 0 after Ctrl-C or trtspec stop, 1 if the server does not start or dies.
     """
     overrides += tuple(f"serving.{key}={value}" for key, value in serving.items() if value is not None)
     spec = load(config, overrides)
-    if detach:
+    if dry_run:
+        _show_container(spec)
+    elif detach:
         _serve_detached(spec, config, overrides)
     else:
         _serve(spec)
 
 
-def _serve(spec: Spec) -> None:
-    from trtspec.triton.server import LocalServer, ServerFailed
+def _show_container(spec: Spec) -> None:
+    """Print the settings of the compose file, for a file that `docker compose --env-file` reads, and the command."""
+    from trtspec.triton.container import compose_settings, composition
 
+    project = composition(spec)
+    click.echo(project.settings_text(compose_settings(spec)), nl=False)
+    click.echo(f"# with these lines in {project.env_file}: {shlex.join(project.command('up'))}")
+
+
+def _server_of(spec: Spec) -> Server:
+    """The server that can serve this spec on this machine."""
+    from trtspec.triton.server import LocalServer
+    from trtspec.trtllm.host import look
+
+    if spec.engine.runtime == "tensorrt_llm" and (host := look()).gpus:
+        from trtspec.triton.container import ContainerServer
+
+        return ContainerServer.from_spec(spec, host)
     server = LocalServer.from_spec(spec)
+    if spec.engine.runtime == "tensorrt_llm":
+        click.echo("no GPU here: the stand-in backend executes the checkpoints with PyTorch")
+    return server
+
+
+def _serve(spec: Spec) -> None:
+    from trtspec.triton.server import ServerFailed
+
+    server = _server_of(spec)
     try:
         with _stop_signals():
             try:
                 server.start()
-                click.echo(f"starting the Triton server on {server.model_repo} (log: {server.log})")
+                click.echo(f"starting the Triton server on {server.model_repo} (log: {server.log_source})")
                 stats = server.wait_ready()
-                if spec.default_num_draft_tokens and not stats.drafted:
-                    click.echo(f"warning: no draft was proposed at the first request; see {server.log}", err=True)
+                drafts = "draft" in spec.models and spec.default_num_draft_tokens
+                if stats is not None and drafts and not stats.drafted:
+                    warning = f"warning: no draft was proposed at the first request; see {server.log_source}"
+                    click.echo(warning, err=True)
                 click.echo(f"{_READY} {_address(server.state)}")
                 click.echo("Ctrl-C stops it")
                 server.supervise(click.echo)
@@ -77,11 +112,11 @@ def _serve(spec: Spec) -> None:
 def _serve_detached(spec: Spec, config: Path, overrides: tuple[str, ...]) -> None:
     """Run the same command in the background, with its supervisor, and wait until it is ready or has failed."""
     from trtspec.errors import TrtspecError
-    from trtspec.triton.server import LocalServer
+    from trtspec.triton.server import state_dir_of
     from trtspec.triton.server_state import running
 
-    server = LocalServer.from_spec(spec)
-    state = running(server.state_dir)
+    state_dir = state_dir_of(spec)
+    state = running(state_dir)
     if state is not None and state.ready:
         asked = (spec.serving.host, spec.serving.http_port, spec.serving.grpc_port, spec.serving.metrics_port)
         if asked != (state.host, state.http_port, state.grpc_port, state.metrics_port):
@@ -98,8 +133,8 @@ def _serve_detached(spec: Spec, config: Path, overrides: tuple[str, ...]) -> Non
             )
         click.echo(f"already running: {_address(state)}")
         return
-    server.state_dir.mkdir(parents=True, exist_ok=True)
-    output = server.state_dir / SUPERVISOR_LOG
+    state_dir.mkdir(parents=True, exist_ok=True)
+    output = state_dir / SUPERVISOR_LOG
     settings = [word for override in overrides for word in ("--set", override)]
     with output.open("ab") as sink:
         begin = sink.tell()
@@ -133,7 +168,7 @@ def _serve_detached(spec: Spec, config: Path, overrides: tuple[str, ...]) -> Non
 def _address(state: ServerState) -> str:
     return (
         f"gRPC {state.grpc_url}, HTTP http://{state.address}:{state.http_port}, "
-        f"metrics http://{state.address}:{state.metrics_port}/metrics (process {state.pid})"
+        f"metrics http://{state.address}:{state.metrics_port}/metrics ({state.kept_by})"
     )
 
 

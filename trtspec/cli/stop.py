@@ -22,4 +22,4 @@ def stop(config: Path, overrides: tuple[str, ...]) -> None:
     if state is None:
         click.echo(f"nothing was running for {spec.name}")
     else:
-        click.echo(f"stopped the server of {spec.name} (process {state.pid}, gRPC {state.grpc_url})")
+        click.echo(f"stopped the server of {spec.name} ({state.kept_by}, gRPC {state.grpc_url})")

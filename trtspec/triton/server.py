@@ -115,16 +115,15 @@ class LocalServer:
         """The server of a built spec.
 
         Raises:
-            TrtspecError: nothing is built yet, the repository has unfilled or unknown settings, or the engines need a
-            runtime that the local server does not have.
+            TrtspecError: nothing is built yet, the repository has unfilled or unknown settings, or it is one for the
+            LLM API.
         """
-        if spec.engine.runtime != "torch" or spec.engine.track != "engine":
+        if spec.engine.track == "llmapi":
             raise TrtspecError(
-                f"engines of {spec.engine.runtime} on the {spec.engine.track} track run in the Triton container of "
-                "TensorRT-LLM, which this release does not start; the local server runs torch engines",
-                where=f"{spec.source}: engine.runtime",
-                fix=f"mount {spec.model_repo_dir} and {spec.engines_dir} into the container yourself (see docker/), "
-                "or build and serve with --set engine.runtime=torch --set engine.track=engine",
+                "the LLM API runs on GPUs only, in the Triton container of TensorRT-LLM; the stand-in backend of the "
+                "local server is for compiled engines",
+                where=f"{spec.source}: engine.track",
+                fix="serve on a GPU host, or build and serve with --set engine.runtime=torch --set engine.track=engine",
             )
         if not (spec.model_repo_dir / "tensorrt_llm_bls" / "config.pbtxt").is_file():
             raise TrtspecError(
@@ -160,6 +159,11 @@ class LocalServer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.stop()
+
+    @property
+    def log_source(self) -> str:
+        """Where to read what it writes."""
+        return str(self.log)
 
     @property
     def state(self) -> ServerState:
@@ -329,7 +333,7 @@ class LocalServer:
         state = running(self.state_dir)
         if state is not None:
             raise TrtspecError(
-                f"a server of this configuration is already running (process {state.pid}, gRPC on {state.grpc_url})",
+                f"a server of this configuration is already running ({state.kept_by}, gRPC on {state.grpc_url})",
                 where=state.model_repo,
                 fix="use it, or end it with trtspec stop CONFIG",
             )

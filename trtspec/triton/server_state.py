@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trtspec.errors import TrtspecError
+from trtspec.triton.compose import Composition
 
 STATE_FILE = "server.json"
 SHARED_MEMORY = Path("/dev/shm")
@@ -39,6 +40,7 @@ class ServerState:
         log: where it writes.
         ready: it has answered a request.
         stopping: somebody asked it to stop, so its end is no fault.
+        project: of docker compose, for a server in a container; `pid` is then its supervisor's. Empty for a local one.
     """
 
     pid: int
@@ -53,11 +55,25 @@ class ServerState:
     log: str
     ready: bool = False
     stopping: bool = False
+    project: str = ""
 
     @property
     def alive(self) -> bool:
-        """The process exists and is this server."""
+        """The process or the container exists and is this server."""
+        if self.project:
+            status = self.composition.status()
+            return status is not None and not status.ended
         return self.token in command_line(self.pid)
+
+    @property
+    def composition(self) -> Composition:
+        """The composition that its container belongs to."""
+        return Composition(self.project, Path(self.log).parent)
+
+    @property
+    def kept_by(self) -> str:
+        """What to call it: its process, or its container's project."""
+        return f"container {self.project}" if self.project else f"process {self.pid}"
 
     @property
     def outdated(self) -> bool:
@@ -107,7 +123,7 @@ def read(state_dir: Path) -> ServerState | None:
     """The recorded server, alive or not; None where nothing readable is recorded."""
     try:
         return ServerState(**json.loads((state_dir / STATE_FILE).read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValueError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
         return None
 
 
@@ -132,18 +148,23 @@ def stop(state_dir: Path) -> ServerState | None:
     was_alive = state.alive
     if was_alive:
         replace(state, stopping=True).write(state_dir)
-        _signal(state.pid, signal.SIGTERM)
-        _wait_until_dead(state, KILL_AFTER_S)
+        if not state.project:
+            _signal(state.pid, signal.SIGTERM)
+            _wait_until_dead(state, KILL_AFTER_S)
     clean_up(state, state_dir)
     return state if was_alive else None
 
 
 def clean_up(state: ServerState, state_dir: Path) -> None:
-    """Kill what is left of a server and remove its shared memory and its record.
+    """Kill what is left of a server and remove its shared memory or its container, and its record.
 
     Raises:
-        TrtspecError: a process belongs to another user, or survives SIGKILL.
+        TrtspecError: a process belongs to another user, or survives SIGKILL; docker does not remove the container.
     """
+    if state.project:
+        state.composition.down()
+        state.remove(state_dir)
+        return
     deadline = time.monotonic() + _GONE_WITHIN_S
     while left := family(state.token):
         if time.monotonic() > deadline:

@@ -1,0 +1,1 @@
+../trtspec/triton/launch.py
