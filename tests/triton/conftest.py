@@ -212,6 +212,12 @@ serving:
 
 
 @pytest.fixture(scope="session")
+def triton_class() -> type[Triton]:
+    """For tests that start a server of their own."""
+    return Triton
+
+
+@pytest.fixture(scope="session")
 def triton(server: SimpleNamespace) -> Iterator[Triton]:
     """A client of `server`."""
     client = Triton(server.grpc)

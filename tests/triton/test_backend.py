@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import json
+import shutil
+import sys
 import threading
 import time
+import types
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +20,7 @@ from tritonclient.utils import InferenceServerException
 from trtspec.triton.backend import assemble_backend_dir
 
 TARGET, DRAFT = "tensorrt_llm", "tensorrt_llm_draft"
+STAND_IN = "trtspec.triton.backend.tensorrtllm.model"
 BOS, EOS, VOCAB = 256, 257, 261
 IDS = [BOS, 39, 68, 75, 75, 78]
 MUST = ("output_ids", "sequence_length")
@@ -212,3 +218,186 @@ def test_the_backend_directory_is_what_triton_wants(tmp_path: Path) -> None:
     assert (python / "triton_python_backend_stub").is_symlink()
     assert (python / "triton_python_backend_stub").resolve().is_file()
     assert (tmp_path / "backends" / "tensorrtllm" / "model.py").is_file()
+
+
+class Answers:
+    """A double of one request and its response sender: tensors in, the response or error out."""
+
+    def __init__(self, tensors: dict[str, np.ndarray], outputs: tuple[str, ...]) -> None:
+        self.tensors, self.outputs = tensors, outputs
+        self.sent: list[SimpleNamespace] = []
+        self.done = threading.Event()
+
+    def inputs(self) -> list[SimpleNamespace]:
+        return [as_tensor(name, array) for name, array in self.tensors.items()]
+
+    def requested_output_names(self) -> tuple[str, ...]:
+        return self.outputs
+
+    def request_id(self) -> str:
+        return ""
+
+    def is_cancelled(self) -> bool:
+        return False
+
+    def get_response_sender(self) -> Answers:
+        return self
+
+    def send(self, response: SimpleNamespace, flags: int = 0) -> None:
+        self.sent.append(response)
+        self.done.set()
+
+
+def as_tensor(name: str, array: np.ndarray) -> SimpleNamespace:
+    return SimpleNamespace(name=lambda: name, as_numpy=lambda: array)
+
+
+@pytest.fixture
+def load(pair: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Load a copy of the target's engine in the stand-in, outside of Triton, with a double of its Python module.
+
+    `build` and `pretrained` change the engine's config.json, `parameters` config.pbtxt. Answers a function that runs
+    one request and gives its outputs; raises RuntimeError where the model does not load.
+    """
+    loaded = []
+
+    def run(logits_dtype: str = "FP32", build=(), pretrained=(), **parameters: str):
+        engine = Path(shutil.copytree(pair.engines["target"], tmp_path / "engines" / "target"))
+        content = json.loads((engine / "config.json").read_text())
+        content["build_config"] |= dict(build)
+        content["pretrained_config"] |= dict(pretrained)
+        (engine / "config.json").write_text(json.dumps(content))
+        monkeypatch.setenv("TRTSPEC_ENGINE_MOUNT", "/engines")
+        monkeypatch.setenv("TRTSPEC_ENGINE_ROOT", str(tmp_path / "engines"))
+        utils = types.ModuleType("triton_python_backend_utils")
+        utils.__dict__.update(
+            TRITONSERVER_RESPONSE_COMPLETE_FINAL=1,
+            TritonModelException=RuntimeError,
+            Tensor=as_tensor,
+            TritonError=lambda message, code: SimpleNamespace(message=message, code=code),
+            InferenceResponse=lambda tensors=(), error=None: SimpleNamespace(tensors=tensors, error=error),
+            Logger=SimpleNamespace(log_error=print),
+        )
+        utils.TritonError.INVALID_ARG = utils.TritonError.CANCELLED = utils.TritonError.INTERNAL = 0  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, utils.__name__, utils)
+        monkeypatch.delitem(sys.modules, STAND_IN, raising=False)
+        model = importlib.import_module(STAND_IN).TritonPythonModel()
+        config = {
+            "name": TARGET,
+            "max_batch_size": 8,
+            "parameters": {
+                key: {"string_value": value}
+                for key, value in {"gpt_model_path": "/engines/target", **parameters}.items()
+            },
+            "output": [{"name": "generation_logits", "data_type": f"TYPE_{logits_dtype}", "dims": [-1, -1, -1]}],
+        }
+        model.initialize({"model_config": json.dumps(config)})
+        loaded.append(model)
+
+        def ask(num_new: int = 4, outputs: tuple[str, ...] = MUST, **tensors: object) -> dict[str, np.ndarray]:
+            given = {"input_ids": IDS, "input_lengths": len(IDS), "request_output_len": num_new, **tensors}
+            request = Answers(
+                {key: value if isinstance(value, np.ndarray) else np.array([value]) for key, value in given.items()},
+                outputs,
+            )
+            model.execute([request])
+            assert request.done.wait(60)
+            (response,) = request.sent
+            if response.error is not None:
+                raise ValueError(response.error.message)
+            return {tensor.name(): tensor.as_numpy() for tensor in response.tensors}
+
+        return ask
+
+    yield run
+    for model in loaded:
+        model.finalize()
+
+
+MEDUSA = {
+    "build": {"speculative_decoding_mode": 4},
+    "pretrained": {"num_medusa_heads": 2},
+    "decoding_mode": "medusa",
+    "medusa_choices": "{0}, {1}, {0, 0}",
+}
+LOOKAHEAD = {
+    "build": {"speculative_decoding_mode": 8, "max_draft_len": 15},
+    "decoding_mode": "lookahead",
+    "lookahead_window_size": "4",
+    "lookahead_ngram_size": "3",
+    "lookahead_verification_set_size": "4",
+}
+
+
+@pytest.mark.parametrize("method", [MEDUSA, LOOKAHEAD, {"build": {"speculative_decoding_mode": 16}}])
+def test_an_engine_that_drafts_by_itself_answers_the_same_greedy_text(load, call, method: dict) -> None:
+    mode = {"decoding_mode": "redrafter"} if len(method) == 1 else {}
+    ask = load(**method, **mode)
+    outputs = (*MUST, "total_draft_tokens", "acceptance_rate")
+    answer = ask(8, outputs, return_perf_metrics=True)
+    assert new_ids(answer) == new_ids(call(8))
+    assert (answer["total_draft_tokens"], answer["acceptance_rate"]) == (0, 0.0)
+    with pytest.raises(ValueError, match="draft_input_ids is not supported: the engine was not built for mode"):
+        ask(draft_input_ids=[5, 5])
+
+
+def test_medusa_is_greedy_at_every_temperature(load, call) -> None:
+    hot = {"temperature": np.float32([5.0]), "runtime_top_p": np.float32([1.0])}
+    greedy = new_ids(call(8))
+    assert new_ids(call(8, temperature=5.0, runtime_top_p=1.0)) != greedy
+    assert new_ids(load(**MEDUSA)(8, **hot)) == greedy
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((4, 3, 4), None),
+        ((2, 2, 1), None),
+        ((4, 3, None), "lookahead_window_size comes alone; expected all of"),
+        ((5, 3, 4), "lookahead_window_size is 5; expected at most the model's 4"),
+        ((4, 3, 5), "lookahead_verification_set_size is 5; expected at most the model's 4"),
+    ],
+)
+def test_sizes_of_one_request_stay_within_those_of_the_model(load, sizes: tuple, message: str | None) -> None:
+    names = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
+    given = {name: size for name, size in zip(names, sizes, strict=True) if size is not None}
+    ask = load(**LOOKAHEAD)
+    if message is None:
+        assert len(new_ids(ask(4, **given))) == 4
+        return
+    with pytest.raises(ValueError, match=message):
+        ask(4, **given)
+
+
+def test_sizes_of_lookahead_need_an_engine_that_looks_ahead(load) -> None:
+    with pytest.raises(ValueError, match="lookahead_window_size is not supported: the engine does not look ahead"):
+        load()(4, lookahead_window_size=4)
+
+
+def test_logits_of_two_bytes_go_both_ways(load, call) -> None:
+    ask = load("FP16", pretrained={"logits_dtype": "float16"})
+    outputs = (*MUST, "generation_logits")
+    half, whole = ask(3, outputs, return_generation_logits=True), call(3, outputs, return_generation_logits=True)
+    assert half["generation_logits"].dtype == np.float16
+    np.testing.assert_allclose(half["generation_logits"], whole["generation_logits"], atol=0.02)
+    drafts = np.zeros((1, 2, VOCAB), dtype=np.float16)
+    drafts[:, :, 6] = 500.0
+    sampled = {"runtime_top_p": np.float32([1.0]), "temperature": np.float32([1.0]), "embedding_bias": bias_to(5)}
+    assert new_ids(ask(3, draft_input_ids=[6, 6], draft_logits=drafts, **sampled)) == [5]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"decoding_mod": "medusa"}, "parameters.decoding_mod is unknown to tensorrt_llm; did you mean decoding_mode?"),
+        ({"max_beam_width": "one"}, "parameters.max_beam_width is 'one'; expected a whole number"),
+        ({"decoding_mode": "medusa"}, "decoding_mode is medusa, but .* was built for mode draft_tokens_external"),
+        ({"build": MEDUSA["build"]}, "decoding_mode is unset, but .* was built for mode medusa"),
+        (LOOKAHEAD | {"lookahead_ngram_size": "5"}, "max_draft_len is 15, but lookahead sizes"),
+        ({"logits_dtype": "FP16"}, "generation_logits are FP16, but .* was built with logits_dtype float32"),
+        ({"gpu_device_ids": "0,1"}, "gpu_device_ids is '0,1', but .* was built for 1 ranks"),
+    ],
+)
+def test_a_config_that_does_not_fit_the_engine_does_not_load(load, settings: dict, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        load(**settings)

@@ -154,7 +154,9 @@ def answer(inputs: dict[str, np.ndarray], new: list[int]) -> dict[str, np.ndarra
 def pipeline(
     pair: SimpleNamespace, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., tuple[Any, Triton]]]:
-    """Start the model: `pipeline(target=engine, draft=engine, model=name, **parameters)` -> (model, Triton)."""
+    """Start the model: `pipeline(target, draft, model=name, middle=engine, **parameters)` -> (model, Triton).
+
+    The parameter `without` is left out."""
     repository = pair.write(tmp_path / "repository")
     started = []
 
@@ -162,11 +164,19 @@ def pipeline(
         for name in [name for name in sys.modules if name.split(".")[0] in ("1", "trtspec_decoding")]:
             del sys.modules[name]
 
-    def start(target: Engine, draft: Engine, model: str = "tensorrt_llm_bls", **parameters: str) -> tuple[Any, Triton]:
+    def start(
+        target: Engine,
+        draft: Engine,
+        model: str = "tensorrt_llm_bls",
+        middle: Engine | None = None,
+        without: str = "",
+        **parameters: str,
+    ) -> tuple[Any, Triton]:
         from google.protobuf import json_format, text_format
         from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-        triton = Triton({"tensorrt_llm": target, "tensorrt_llm_draft": draft})
+        engines = {"tensorrt_llm": target, "tensorrt_llm_draft": draft, "tensorrt_llm_middle": middle}
+        triton = Triton({name: engine for name, engine in engines.items() if engine is not None})
         monkeypatch.setitem(sys.modules, "triton_python_backend_utils", triton.module())
         for path in (repository / model, repository / model / "1"):
             monkeypatch.syspath_prepend(str(path))
@@ -174,6 +184,7 @@ def pipeline(
         config = text_format.Parse((repository / model / "config.pbtxt").read_text(), ModelConfig())
         for key, value in parameters.items():
             config.parameters[key].string_value = value
+        config.parameters.pop(without, None)
         instance = importlib.import_module("1.model").TritonPythonModel()
         content = json_format.MessageToDict(config, preserving_proto_field_name=True)
         instance.initialize({"model_config": json.dumps(content), "model_name": model})
@@ -255,9 +266,10 @@ def test_a_client_that_leaves_costs_at_most_one_more_call(pipeline) -> None:
     assert len(triton.calls) <= 4 + 1
 
 
-def test_a_crash_in_the_pipeline_is_one_final_response(pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", ["read_request", "generate"])
+def test_a_crash_in_the_pipeline_is_one_final_response(pipeline, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     model, triton = pipeline(answering(A), answering(A))
-    monkeypatch.setattr(sys.modules["1.model"], "generate", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(sys.modules["1.model"], place, lambda *_, **__: 1 / 0)
     request = ask(model)
     assert finals(request) == [True]
     assert "ZeroDivisionError" in request.sent[0][0].error().message()  # type: ignore[union-attr]
@@ -374,6 +386,12 @@ def test_logits_of_a_smaller_vocabulary_are_filled_up(pipeline) -> None:
         ({"accumulate_tokens": "true"}, "parameter accumulate_tokens is 'true'; expected it unset"),
         ({"multimodal_encoders_name": "vision"}, "parameter multimodal_encoders_name is 'vision'"),
         ({"num_draft_tokens": "four"}, "invalid literal"),
+        ({"method": "trees"}, "parameter method is 'trees'; expected one of none, draft_target, early_exit, ngram"),
+        ({"method": "cascade"}, "parameter tensorrt_llm_middle_model_name is missing from config.pbtxt"),
+        ({"method": "ngram", "ngram_max_ngram": "0"}, "parameter ngram_max_ngram is 0; expected 1 or more"),
+        ({"without": "method"}, "parameter method is missing from config.pbtxt"),
+        ({"without": "tensorrt_llm_draft_model_name"}, "parameter tensorrt_llm_draft_model_name is missing"),
+        ({"logits_dtype": "BF16"}, "parameter logits_dtype is 'BF16'; expected FP32 or FP16"),
     ],
 )
 def test_parameters_that_cannot_work_stop_the_model_from_loading(
@@ -381,3 +399,153 @@ def test_parameters_that_cannot_work_stop_the_model_from_loading(
 ) -> None:
     with pytest.raises(RuntimeError, match=message):
         pipeline(answering(A), answering(A), **parameters)
+
+
+# Other drafters than a draft model
+
+MIDDLE = {
+    "method": "cascade",
+    "cascade_num_draft_tokens": "2",
+    "tensorrt_llm_middle_model_name": "tensorrt_llm_middle",
+    "middle_max_seq_len": "512",
+    "middle_vocab_size": str(VOCAB),
+    "middle_returns_logits": "true",
+}
+
+
+def with_logits(engine: Engine, vocab_size: int = VOCAB, dtype: type = np.float32, level: float = 0.0) -> Engine:
+    """The same engine, with generation logits: END as likely as all other ids, every one of them at `level`."""
+
+    def answering_logits(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        outputs = engine(inputs)
+        rows = outputs["sequence_length"].item() - inputs["input_ids"].shape[1]
+        return outputs | {"generation_logits": np.full((1, 1, rows, vocab_size), level, dtype=dtype)}
+
+    return answering_logits
+
+
+def text(request: Request) -> bytes:
+    return b"".join(request.outputs(i)["text_output"][0] for i in range(len(request.sent)))
+
+
+def test_a_look_up_calls_the_target_alone(pipeline) -> None:
+    """The prompt ends in `aaa`, so `a` is what it looks up."""
+    model, triton = pipeline(answering(A), answering(A + 1), method="ngram", ngram_max_ngram="2", acceptance="tokens")
+    for settings in ({}, {"temperature": 1.0}):
+        triton.calls.clear()
+        request = ask(model, text_input="xaaa", **settings)
+        assert text(request) == b"a" * 12
+        assert [name for name, _ in triton.calls] == ["tensorrt_llm"] * 3
+        for _, sent in triton.calls:
+            assert sent["draft_input_ids"].tolist() == [[A] * 3]
+            assert "draft_logits" not in sent
+
+
+def test_the_window_of_a_look_up_is_a_parameter(pipeline) -> None:
+    model, triton = pipeline(answering(A), answering(A), method="ngram", ngram_window="2", acceptance="tokens")
+    ask(model, text_input="abcab", max_tokens=2)
+    assert "draft_input_ids" not in triton.calls[0][1]
+
+
+def test_a_cascade_calls_draft_middle_and_target(pipeline) -> None:
+    model, triton = pipeline(answering(A), answering(A), middle=answering(A), **MIDDLE)
+    request = ask(model)
+    assert text(request) == b"a" * 12
+    # two from the draft, accepted, with the middle model's own token: three for the target
+    assert [name.removeprefix("tensorrt_llm") for name, _ in triton.calls] == ["_draft", "_middle", ""] * 3
+    assert [sent["draft_input_ids"].shape[1] for name, sent in triton.calls if "draft_input_ids" in sent] == [2, 3] * 3
+    assert len({sent["request_output_len"].item() for name, sent in triton.calls if name == "tensorrt_llm"}) == 1
+
+
+def test_logits_of_a_cascade_pass_from_level_to_level_without_end_ids(pipeline) -> None:
+    """Vocabularies of 261, 259 and 265 ids; each level's logits are fitted to the next."""
+    model, triton = pipeline(
+        answering(A),
+        with_logits(answering(A), VOCAB + 4, level=1.0),
+        middle=with_logits(answering(A), VOCAB - 2, level=2.0),
+        draft_vocab_size=str(VOCAB + 4),
+        **MIDDLE | {"middle_vocab_size": str(VOCAB - 2)},
+    )
+    ask(model, temperature=1.0)
+    (_, to_draft), (_, to_middle), (_, to_target) = triton.calls[:3]
+    assert to_draft["return_generation_logits"].item() and to_middle["return_generation_logits"].item()
+    assert "return_generation_logits" not in to_target
+    for sent in (to_draft, to_middle):  # nothing may end, and every level says so to its engine
+        assert sent["min_tokens"].item() == sent["request_output_len"].item()
+        assert SECOND_END in sent["bad_words_list"][0, 0]
+    for sent, level, num_ids, known in ((to_middle, 1.0, VOCAB - 2, VOCAB - 2), (to_target, 2.0, VOCAB, VOCAB - 2)):
+        rows = sent["draft_logits"][0]
+        assert rows.shape == (sent["draft_input_ids"].shape[1], num_ids)
+        banned = [token for token in range(num_ids) if token in (END, SECOND_END) or token >= known]
+        assert np.all(rows[:, banned] == -np.inf)
+        assert np.all(np.delete(rows, banned, axis=1) == level)
+
+
+@pytest.mark.parametrize(("broken", "calls"), [("draft", 2), ("middle", 2)])
+def test_a_level_of_a_cascade_that_fails_is_left_out(pipeline, broken: str, calls: int) -> None:
+    def failing(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        raise TritonError("out of order", TritonError.INTERNAL)
+
+    engines = {"draft": answering(A), "middle": answering(A)} | {broken: failing}
+    model, triton = pipeline(answering(A), engines["draft"], middle=engines["middle"], draft_rest_s="0", **MIDDLE)
+    request = ask(model)
+    assert text(request) == b"a" * 12
+    assert [name for name, _ in triton.calls].count(f"tensorrt_llm_{broken}") == calls
+    assert any(f"without drafts: tensorrt_llm_{broken}: out of order" in line for line in triton.log)
+    verified = [sent for name, sent in triton.calls if name == "tensorrt_llm" and "draft_input_ids" in sent]
+    assert bool(verified) == (broken == "draft")
+
+
+def test_float16_logits_go_and_come_as_float16(pipeline) -> None:
+    draft = with_logits(answering(A), dtype=np.float16)
+    model, triton = pipeline(answering(A), draft, logits_dtype="FP16")
+    request = ask(model, temperature=1.0)
+    assert triton.calls[1][1]["draft_logits"].dtype == np.float16
+    assert text(request) == b"a" * 12
+    model, triton = pipeline(answering(A), draft, draft_rest_s="0")  # FP32 is expected here
+    ask(model, temperature=1.0)
+    assert "answered generation_logits as float16" in triton.log[-1]
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle", "lookahead", "redrafter", "none"])
+def test_where_the_engine_drafts_the_pipeline_decodes_plainly(pipeline, method: str) -> None:
+    model, triton = pipeline(answering(A), answering(A), method=method, num_draft_tokens="0", acceptance="tokens")
+    for settings in ({}, {"num_draft_tokens": 0}, {"use_draft_logits": False}):
+        triton.calls.clear()
+        request = ask(model, **settings)
+        assert text(request) == b"a" * 12
+        # one token a pass where nothing drafts; not known where the engine does
+        assert request.outputs(-1)["total_target_passes"] == [12 if method == "none" else 0]
+        assert {name for name, _ in triton.calls} == {"tensorrt_llm"}
+        assert all("draft_input_ids" not in sent for _, sent in triton.calls)
+    where = "nothing drafts here" if method == "none" else f"the engine drafts by itself ({method})"
+    assert refusal(ask(model, num_draft_tokens=3)) == f"num_draft_tokens is 3; {where}, expected 0"
+    reason = f"use_draft_logits is true; method {method} has none, expected false"
+    assert refusal(ask(model, use_draft_logits=True)) == reason
+
+
+def refusal(request: Request) -> str:
+    assert finals(request) == [True]
+    error = request.sent[0][0].error()  # type: ignore[union-attr]
+    assert error.code == TritonError.INVALID_ARG
+    return error.message()
+
+
+def test_an_engine_that_ignores_the_temperature_is_not_asked_to_sample(pipeline) -> None:
+    settings = {"method": "medusa", "num_draft_tokens": "0", "acceptance": "tokens", "greedy_only": "true"}
+    model, _ = pipeline(answering(A), answering(A), **settings)
+    assert text(ask(model, temperature=0.0)) == b"a" * 12
+    assert text(ask(model, temperature=0.7, top_k=1)) == b"a" * 12
+    assert refusal(ask(model, temperature=0.7)) == (
+        "the request samples (temperature 0.7); the engine's own drafting (medusa) decodes greedily, "
+        "expected temperature 0 or top_k 1"
+    )
+
+
+def test_draft_logits_that_no_engine_has_are_refused(pipeline) -> None:
+    model, _ = pipeline(answering(A), answering(A), draft_returns_logits="false")
+    reason = "use_draft_logits is true; tensorrt_llm_draft cannot return generation logits, expected false"
+    assert refusal(ask(model, use_draft_logits=True)) == reason
+    assert text(ask(model, temperature=1.0)) == b"a" * 12
+    model, _ = pipeline(answering(A), answering(A), method="ngram", acceptance="tokens")
+    assert "method ngram has none" in refusal(ask(model, use_draft_logits=True))

@@ -135,7 +135,8 @@ def test_the_same_input_gives_the_same_bytes(repository: Path, pair: SimpleNames
 def test_an_older_repository_is_replaced_whole(pair: SimpleNamespace, tmp_path: Path) -> None:
     out = pair.write(tmp_path / "r")
     (out / "tensorrt_llm_bls" / "1" / "leftover.py").touch()
-    pair.write(out, engines={"target": pair.engines["target"]})
+    speculation = pair.spec.speculation.model_copy(update={"method": "none", "num_draft_tokens": 0})
+    pair.write(out, spec=pair.spec.model_copy(update={"speculation": speculation}))
     assert not (out / "tensorrt_llm_draft").exists()
     assert not (out / "tensorrt_llm_bls" / "1" / "leftover.py").exists()
     assert "tensorrt_llm_draft_model_name" not in parameters_of(out, "tensorrt_llm_bls")

@@ -12,7 +12,7 @@ from trtspec.build.machine import memory_bytes
 from trtspec.errors import TrtspecError
 from trtspec.models.config import ModelConfig
 from trtspec.spec.gpus import GPUS
-from trtspec.spec.schema import Spec
+from trtspec.spec.schema import Spec, Tree
 from trtspec.trtllm.memory import share_gpus
 from trtspec.trtllm.placement import check_placement
 from trtspec.trtllm.support import METHODS
@@ -137,6 +137,8 @@ def kv_cache_bytes(spec: Spec, role: str, model: ModelConfig, max_seq_len: int) 
 
 def _max_draft_len(spec: Spec, role: str) -> int:
     """Draft tokens that the engine of `role` verifies in one pass."""
+    if spec.speculation.method == "tree" and role == "draft" and spec.engine.runtime == "torch":
+        return (spec.speculation.tree or Tree()).num_parents  # it takes the tree that has grown so far in one pass
     if spec.speculation.method == "none" or role == "draft":
         return 0
     if role == "middle" and spec.speculation.cascade:

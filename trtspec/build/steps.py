@@ -285,7 +285,7 @@ class _Steps:
                 **self._drafting(),
                 "target": self._source("target", results),
                 "engine": self.spec.engine.model_dump(mode="json"),
-                **(self._sections("target", "speculation", "hardware") if self.on_llm_api else {}),
+                **self._sections("hardware", *(["target", "speculation"] if self.on_llm_api else [])),
                 "serving": self.spec.serving.model_dump(mode="json", exclude=_LAUNCH_ONLY),
                 "memory": results["plan"].facts["memory"],
                 "kv_cache_fractions": results["plan"].facts["kv_cache_fractions"],
@@ -301,7 +301,7 @@ class _Steps:
             code=(
                 *("triton/repository.py", "triton/llmapi_repository.py", "triton/contract.py", "triton/check.py"),
                 *("triton/check_engine.py", "triton/engine_parameters.py", "triton/pbtxt.py", "triton/replacing.py"),
-                *("triton/models", "trtllm/llmapi.py", "decoding"),
+                *("triton/models", "trtllm/llmapi.py", "trtllm/placement.py", "decoding"),
             ),
         )
 

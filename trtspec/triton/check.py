@@ -5,13 +5,14 @@ Knows config.pbtxt, its parameters, and what the pipeline asks of engines. Does 
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtspec.errors import TrtspecError
+from trtspec.runtime.engine import EngineConfig, check_engine_pair
 from trtspec.triton import contract
+from trtspec.triton.check_engine import engine_faults, is_true
 
 if TYPE_CHECKING:
     from tritonclient.grpc.model_config_pb2 import ModelConfig
@@ -42,33 +43,33 @@ def check_repository(
             continue
         config = _parse(text, shown)
         configs[config.name] = config
-        values = {key: value.string_value for key, value in config.parameters.items()}
-        faults += _unknown_keys(config.name, values, config.backend, shown)
+        values = _values(config)
+        faults += parameter_faults(config.name, values, config.backend, shown)
     if not configs and not faults:
         raise TrtspecError("no model here", where=str(repository), fix="run `trtspec build` first")
-    faults += _engine_faults(shown_as or repository, configs, engines or {})
+    if faults:  # what follows reads values
+        raise TrtspecError("\n".join(faults))
+    faults += _engine_model_faults(shown_as or repository, configs)
+    faults += _pipeline_faults(shown_as or repository, configs, engines or {})
     if faults:
         raise TrtspecError("\n".join(faults))
 
 
-def _unknown_keys(model: str, values: Mapping[str, str], backend: str, where: Path) -> list[str]:
-    if backend == "tensorrtllm":
-        known = contract.ENGINE_PARAMETERS
-    else:
-        known = contract.MODEL_PARAMETERS.get(model, frozenset())
+def parameter_faults(model: str, values: Mapping[str, str], backend: str, where: Path | str) -> list[str]:
+    """Parameters that the model does not know, and values that the backend cannot read."""
+    engine_model = backend == "tensorrtllm"
+    known = contract.ENGINE_PARAMETERS.keys() if engine_model else contract.MODEL_PARAMETERS.get(model, frozenset())
     if not known:
         return []
-    return [
-        f"{where}: parameters.{key} is unknown to {model}; {_did_you_mean(key, known)}"
+    faults = [
+        f"{where}: parameters.{key} is unknown to {model}; {contract.did_you_mean(key, known)}"
         for key in sorted(set(values) - known)
     ]
-
-
-def _did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A hint naming the closest of `known`, or listing them all."""
-    names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(names)}"
+    if engine_model:
+        for key in sorted(set(values) & known):
+            if words := contract.wrong_value(key, values[key]):
+                faults.append(f"{where}: parameters.{key} is {values[key]!r}; expected {words}")
+    return faults
 
 
 def _unfilled(text: str) -> list[tuple[int, str]]:
@@ -91,33 +92,69 @@ def _parse(text: str, where: Path) -> ModelConfig:
         raise TrtspecError(f"not a model config: {error}", where=str(where)) from None
 
 
-def _engine_faults(shown: Path, configs: Mapping[str, ModelConfig], engines: Mapping[str, Path]) -> list[str]:
-    """What the pipeline asks of the engines and they cannot do."""
-    from trtspec.runtime.engine import EngineConfig, check_engine_pair
+def _engine_model_faults(shown: Path, configs: Mapping[str, ModelConfig]) -> Iterator[str]:
+    """What the pipeline asks of the config of engine models, alone and side by side."""
+    models = {name: _values(config) for name, config in configs.items() if config.backend == "tensorrtllm"}
+    ranks: dict[str, str] = {"0": "the orchestrator"}  # MPI rank -> who has it
+    fast = [name for name, values in models.items() if is_true(values, "speculative_decoding_fast_logits")]
+    for name, values in models.items():
+        where = shown / name / "config.pbtxt"
+        if configs[name].model_transaction_policy.decoupled:
+            yield f"{where}: model_transaction_policy.decoupled is true, but the pipeline wants one answer a call"
+        if is_true(values, "exclude_input_in_output"):
+            yield f"{where}: exclude_input_in_output is true, but the pipeline reads the prompt back; write false"
+        for rank in filter(None, values.get("participant_ids", "").replace(";", ",").split(",")):
+            if ranks.setdefault(rank, name) != name:
+                yield f"{where}: participant_ids has rank {rank}, which belongs to {ranks[rank]}; name another"
+        if fast and name not in fast:
+            yield f"{where}: speculative_decoding_fast_logits is off, but {fast[0]} has it on; set it on all or none"
+        if name in fast and not values.get("participant_ids"):
+            yield f"{where}: speculative_decoding_fast_logits needs an orchestrator and participant_ids; name its ranks"
 
+
+def _pipeline_faults(shown: Path, configs: Mapping[str, ModelConfig], engines: Mapping[str, Path]) -> Iterator[str]:
+    """What the configs ask of the engines and they cannot do."""
     loaded = {model: EngineConfig.load(path) for model, path in engines.items() if model in configs}
-    faults = []
     for model, engine in loaded.items():
-        reuse = configs[model].parameters["enable_kv_cache_reuse"].string_value == "true"
-        if reuse and not engine.build.get("plugin_config", {}).get("use_paged_context_fmha", False):
-            faults.append(
-                f"{shown / model / 'config.pbtxt'}: enable_kv_cache_reuse needs paged context FMHA, and {engine.path} "
-                "was built without it; build with engine.paged_context_fmha: true and no INT8 KV cache"
-            )
+        yield from engine_faults(
+            _values(configs[model]), _logits_dtype(configs[model]), engine, shown / model / "config.pbtxt"
+        )
     for name, config in configs.items():
-        values = {key: value.string_value for key, value in config.parameters.items()}
-        target = loaded.get(values.get("tensorrt_llm_model_name", ""))
-        if target is None:
-            continue
-        wanted = int(values["num_draft_tokens"])
+        values = _values(config)
+        if values.get("tensorrt_llm_model_name") in loaded:
+            yield from _pair_faults(shown / name / "config.pbtxt", values, loaded)
+
+
+def _pair_faults(where: Path, values: Mapping[str, str], loaded: Mapping[str, EngineConfig]) -> Iterator[str]:
+    """Each engine of a pipeline verifies what the one below it proposes."""
+    target, middle, draft = (
+        loaded.get(values.get(f"tensorrt_llm_{role}model_name", "")) for role in ("", "middle_", "draft_")
+    )
+    assert target is not None
+    wanted = int(values["num_draft_tokens"])
+    pairs = [(target, draft if middle is None else middle, wanted)]
+    if middle is not None:
+        pairs.append((middle, draft, int(values["cascade_num_draft_tokens"])))
+    for verifies, proposes, count in pairs:
         try:
             check_engine_pair(
-                target,
-                loaded.get(values.get("tensorrt_llm_draft_model_name", "")),
-                wanted,
-                pipeline=shown / name / "config.pbtxt",
-                draft_logits=wanted > 0 and values["acceptance"] == "logits",
+                verifies,
+                proposes,
+                count,
+                pipeline=where,
+                draft_logits=count > 0 and values["acceptance"] == "logits",
             )
         except TrtspecError as error:
-            faults.append(str(error))
-    return faults
+            yield str(error)
+
+
+def _values(config: ModelConfig) -> dict[str, str]:
+    return {key: value.string_value for key, value in config.parameters.items()}
+
+
+def _logits_dtype(config: ModelConfig) -> str:
+    """Such as FP32."""
+    from tritonclient.grpc.model_config_pb2 import DataType
+
+    output = next(output for output in config.output if output.name == "generation_logits")
+    return str(DataType.Name(output.data_type)).removeprefix("TYPE_")

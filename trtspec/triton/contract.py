@@ -2,15 +2,21 @@
 use.
 
 Rows are `name dtype dims flags`; `scalar` is Triton's empty reshape (a `[1]` tensor arrives as a scalar per request),
-`ragged` is allow_ragged_batch, LOGITS is the dtype of logits. Knows names and shapes only: what a model does with a
-tensor, and which ones it refuses, is the model's affair.
+`ragged` is allow_ragged_batch, LOGITS stands for the dtype of the engines' logits, FP32 or FP16. Knows names, shapes
+and kinds of values only: what a model does with a tensor, and which ones it refuses, is the model's affair.
 """
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-LOGITS_DTYPE = "FP32"
+from trtspec.decoding.methods import METHODS
+
+LOGITS = "LOGITS"
+LOGITS_DTYPES = {"float32": "FP32", "float16": "FP16"}  # engine.logits_dtype -> Triton
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,6 @@ def _table(text: str) -> tuple[Tensor, ...]:
         if row.strip():
             name, dtype, dims, *flags = row.split()
             shape = tuple(int(size) for size in dims.split(","))
-            dtype = LOGITS_DTYPE if dtype == "LOGITS" else dtype
             tensors.append(Tensor(name, dtype, shape, **dict.fromkeys(flags, True)))
     return tuple(tensors)
 
@@ -189,7 +194,8 @@ text_output                         STRING  -1
 {_REPORT}
 """)
 
-# The last three are this pipeline's own: the ids of the new text, how often the target ran, and why it ended.
+# The last three are this pipeline's own: the ids of the new text, how often the target ran (0: not known, because the
+# engine drafts by itself), and why it ended.
 BLS_OUTPUTS = ENSEMBLE_OUTPUTS + _table("""
 output_ids                          INT32   -1
 total_target_passes                 INT32   1
@@ -331,30 +337,102 @@ POSTPROCESSING_MAP = (
     {"OUTPUT": "text_output"},
 )
 
-ENGINE_PARAMETERS = _keys(
-    """
-    max_beam_width FORCE_CPU_ONLY_INPUT_TENSORS gpt_model_type gpt_model_path encoder_model_path
-    max_tokens_in_paged_kv_cache max_attention_window_size sink_token_length batch_scheduler_policy
-    kv_cache_free_gpu_mem_fraction cross_kv_cache_fraction kv_cache_host_memory_bytes kv_cache_onboard_blocks
-    exclude_input_in_output cancellation_check_period_ms stats_check_period_ms iter_stats_max_iterations
-    request_stats_max_iterations enable_kv_cache_reuse normalize_log_probs enable_chunked_context gpu_device_ids
-    participant_ids num_nodes lora_cache_optimal_adapter_size lora_cache_max_adapter_size
-    lora_cache_gpu_memory_fraction lora_cache_host_memory_bytes lora_prefetch_dir decoding_mode executor_worker_path
-    lookahead_window_size lookahead_ngram_size lookahead_verification_set_size medusa_choices eagle_choices
-    gpu_weights_percent enable_context_fmha_fp32_acc multi_block_mode cuda_graph_mode cuda_graph_cache_size
-    speculative_decoding_fast_logits tokenizer_dir guided_decoding_backend xgrammar_tokenizer_info_path
-    recv_poll_period_ms trtspec_kv_cache_bytes
-    """
+# What the values of parameters look like: kind -> (pattern of the whole value, words for it).
+_KINDS = {
+    "bool": (r"true|false|1|0", "true or false"),
+    "int": (r"\d+", "a whole number"),
+    "ints": (r"\d+(,\d+)*", "whole numbers with commas between them"),
+    "fraction": (r"0?\.\d+|0|1(\.0*)?", "a number from 0 to 1"),
+    "groups": (r"\d+(,\d+)*(;\d+(,\d+)*)*", 'numbers such as "0,1", a semicolon between instances'),
+    "tree": (r"\{\d+(, ?\d+)*\}(, ?\{\d+(, ?\d+)*\})*", 'paths such as "{0}, {1}, {0, 0}"'),
+    "text": (r"[^\x00-\x1f]+", "some text on one line"),
+    "batching": (r"V1|v1|inflight_batching|inflight_fused_batching", "inflight_fused_batching"),
+    "policy": (r"max_utilization|guaranteed_no_evict", "max_utilization or guaranteed_no_evict"),
+    "decoding": (
+        r"top_k|top_p|top_k_top_p|beam_search|medusa|redrafter|lookahead|eagle",
+        "top_k, top_p, top_k_top_p, beam_search, medusa, redrafter, lookahead or eagle",
+    ),
+    "guide": (r"xgrammar", "xgrammar"),
+    "no": (r"no", "no"),
+}
+# The parameters of engine models in the C++ backend, and one of our own, with the kind of their values.
+ENGINE_PARAMETERS = dict(
+    row.split()
+    for row in """
+    FORCE_CPU_ONLY_INPUT_TENSORS no
+    batch_scheduler_policy policy
+    cancellation_check_period_ms int
+    cross_kv_cache_fraction fraction
+    cuda_graph_cache_size int
+    cuda_graph_mode bool
+    decoding_mode decoding
+    eagle_choices tree
+    enable_chunked_context bool
+    enable_context_fmha_fp32_acc bool
+    enable_kv_cache_reuse bool
+    encoder_model_path text
+    exclude_input_in_output bool
+    executor_worker_path text
+    gpt_model_path text
+    gpt_model_type batching
+    gpu_device_ids groups
+    gpu_weights_percent fraction
+    guided_decoding_backend guide
+    iter_stats_max_iterations int
+    kv_cache_free_gpu_mem_fraction fraction
+    kv_cache_host_memory_bytes int
+    kv_cache_onboard_blocks bool
+    lookahead_ngram_size int
+    lookahead_verification_set_size int
+    lookahead_window_size int
+    lora_cache_gpu_memory_fraction fraction
+    lora_cache_host_memory_bytes int
+    lora_cache_max_adapter_size int
+    lora_cache_optimal_adapter_size int
+    lora_prefetch_dir text
+    max_attention_window_size ints
+    max_beam_width int
+    max_tokens_in_paged_kv_cache int
+    medusa_choices tree
+    multi_block_mode bool
+    normalize_log_probs bool
+    num_nodes int
+    participant_ids groups
+    recv_poll_period_ms int
+    request_stats_max_iterations int
+    sink_token_length int
+    speculative_decoding_fast_logits bool
+    stats_check_period_ms int
+    tokenizer_dir text
+    trtspec_kv_cache_bytes int
+    xgrammar_tokenizer_info_path text
+    """.strip().split("\n")
 )
+
+
+def wrong_value(parameter: str, value: str) -> str | None:
+    """What a value of this engine parameter looks like, in words, when `value` does not; None when it does."""
+    pattern, words = _KINDS[ENGINE_PARAMETERS[parameter]]
+    return None if re.fullmatch(pattern, value) else words
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A hint naming the closest of `known`, or listing them all."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(names)}"
+
+
 _BLS_PARAMETERS = _keys(
     """
-    accumulate_tokens tensorrt_llm_model_name tensorrt_llm_draft_model_name multimodal_encoders_name
+    accumulate_tokens tensorrt_llm_model_name tensorrt_llm_draft_model_name tensorrt_llm_middle_model_name
+    multimodal_encoders_name
     acceptance add_bos bos_token bos_token_id call_timeout_s chat_template draft_max_seq_len draft_rest_s
-    draft_returns_logits draft_vocab_size end_id end_ids eos_token exclude_input_in_output max_concurrency
-    max_draft_len max_input_len num_draft_tokens pad_id plain_chunk_tokens skip_special_tokens target_max_seq_len
-    vocab_size
+    draft_returns_logits draft_vocab_size end_id end_ids eos_token exclude_input_in_output greedy_only logits_dtype
+    max_concurrency max_draft_len max_input_len method middle_max_seq_len middle_returns_logits middle_vocab_size
+    num_draft_tokens pad_id plain_chunk_tokens skip_special_tokens target_max_seq_len vocab_size
     """
-)
+) | {f"{method}_{setting}" for method, row in METHODS.items() for setting in row.settings}
 MODEL_PARAMETERS = {
     "preprocessing": frozenset({"add_bos", "bos_token_id", "end_id", "pad_id", "vocab_size"}),
     "postprocessing": frozenset({"skip_special_tokens"}),

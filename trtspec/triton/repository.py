@@ -7,32 +7,33 @@ how engines are built or how a server is started.
 
 from __future__ import annotations
 
-import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtspec.errors import TrtspecError
+from trtspec.decoding.methods import METHODS, written
 from trtspec.runtime.engine import EngineConfig
 from trtspec.triton import contract
 from trtspec.triton.check import check_repository
-from trtspec.triton.contract import Tensor
+from trtspec.triton.contract import LOGITS_DTYPES, Tensor
+from trtspec.triton.engine_parameters import check_engine_parameters, engine_parameters
+from trtspec.triton.pbtxt import flag, model_config, to_text
+from trtspec.triton.replacing import replacing
+from trtspec.trtllm.placement import check_placement
 
 if TYPE_CHECKING:
     from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-    from trtspec.spec.schema import Spec
+    from trtspec.spec.schema import Spec, Speculation
 
 BLS, BLS_UNARY = "tensorrt_llm_bls", "tensorrt_llm_bls_unary"
-ENGINE_MODELS = {"target": "tensorrt_llm", "draft": "tensorrt_llm_draft"}
+ENGINE_MODELS = {"target": "tensorrt_llm", "middle": "tensorrt_llm_middle", "draft": "tensorrt_llm_draft"}
 _SOURCES = Path(__file__).parent / "models"
 _DECODING = Path(__file__).parents[1] / "decoding"
 _TEXT_SOURCES = ("tensors.py", "tokenization.py")
 _BLS_SOURCES = ("bls_request.py", "engine_model.py", *_TEXT_SOURCES)
 _DRAFT_REST_S = "5"  # a draft that failed is left alone so long
-_WORKER = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"  # where the container has it
 
 Parameters = dict[str, str]
 
@@ -46,28 +47,34 @@ def write_repository(
     add_bos: bool = False,
     chat_template: str | None = None,
     kv_cache_bytes: Mapping[str, int] | None = None,
+    kv_cache_fractions: Mapping[str, float] | None = None,
 ) -> Path:
-    """Write the models preprocessing, tensorrt_llm, tensorrt_llm_draft (with a draft), tensorrt_llm_bls (decoupled, for
-    streams), tensorrt_llm_bls_unary (for infer and /generate), postprocessing and ensemble.
+    """Write the models preprocessing, tensorrt_llm, tensorrt_llm_draft and tensorrt_llm_middle (with such engines),
+    tensorrt_llm_bls (decoupled, for streams), tensorrt_llm_bls_unary (for infer and /generate), postprocessing and
+    ensemble.
 
     Args:
         out_dir: the repository; an older one in its place is replaced whole.
         spec: limits, defaults, and the mount point under which the server sees the engines.
-        engines: `target` and, for speculation, `draft` -> engine directory with its config.json.
+        engines: role -> engine directory with its config.json, for every model of the spec.
         tokenizer_json: text of the target's tokenizer.json.
         add_bos: put the BOS in front of every prompt, also when tokenizer.json does not say so.
         chat_template: Jinja template of the target, for clients that render conversations.
         kv_cache_bytes: role -> size of its KV cache in the torch runtime; its default where a role is missing.
+        kv_cache_fractions: role -> part of the free GPU memory for its KV cache; the spec's where a role is missing.
 
     Returns:
         `out_dir`.
 
     Raises:
-        TrtspecError: engines that do not fit the spec, or something else in place of `out_dir`.
+        TrtspecError: engines that do not fit the spec, parameters that the backend would refuse, or something else in
+            place of `out_dir`.
     """
-    configs = {role: EngineConfig.load(engines[role]) for role in ENGINE_MODELS if role in engines}
+    check_engine_parameters(spec)
+    check_placement(spec)
+    configs = {role: EngineConfig.load(engines[role]) for role in ENGINE_MODELS if role in spec.models}
     tokens = _token_parameters(configs["target"], tokenizer_json, add_bos)
-    batch = spec.engine.max_batch_size
+    batch, logits_dtype = spec.engine.max_batch_size, LOGITS_DTYPES[spec.engine.logits_dtype]
     models = [
         _python_model(
             "preprocessing",
@@ -83,9 +90,22 @@ def write_repository(
             batch,
             {"skip_special_tokens": "true"},
         ),
-        *(_engine_model(role, spec, engines[role].name, (kv_cache_bytes or {}).get(role)) for role in configs),
+        *(
+            _engine_model(
+                role,
+                spec,
+                engine_parameters(
+                    spec,
+                    role,
+                    engines[role].name,
+                    fraction=_fraction(spec, role, kv_cache_fractions or {}),
+                    kv_cache_bytes=(kv_cache_bytes or {}).get(role),
+                ),
+            )
+            for role in configs
+        ),
         *(_bls_model(name, spec, configs, tokens, chat_template) for name in (BLS, BLS_UNARY)),
-        _ensemble(batch),
+        _ensemble(batch, logits_dtype),
     ]
     sources = {
         "preprocessing": ("preprocessing.py", _TEXT_SOURCES),
@@ -93,91 +113,110 @@ def write_repository(
         BLS: ("bls.py", _BLS_SOURCES),
         BLS_UNARY: ("bls.py", _BLS_SOURCES),
     }
-    with _replacing(out_dir) as staged:
-        for model_config in models:
-            version = staged / model_config.name / "1"
+    with replacing(out_dir) as staged:
+        for config in models:
+            version = staged / config.name / "1"
             version.mkdir(parents=True)
-            (version.parent / "config.pbtxt").write_text(_text(model_config), encoding="utf-8")
-            if model_config.name in sources:
-                _copy_sources(version, *sources[model_config.name])
+            (version.parent / "config.pbtxt").write_text(to_text(config), encoding="utf-8")
+            if config.name in sources:
+                _copy_sources(version, *sources[config.name])
                 (version / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
             else:  # an empty version directory does not survive git or an archive
                 (version / ".keep").touch()
-        check_repository(staged, {ENGINE_MODELS[role]: path for role, path in engines.items()}, shown_as=out_dir)
+        check_repository(staged, {ENGINE_MODELS[role]: engines[role] for role in configs}, shown_as=out_dir)
     return out_dir
 
 
-def _engine_model(role: str, spec: Spec, directory: str, kv_cache_bytes: int | None) -> ModelConfig:
-    """The target's or the draft's config; every value that is not the backend's default is here for a reason."""
+def _engine_model(role: str, spec: Spec, parameters: Parameters) -> ModelConfig:
+    """The config of one engine's model. It is not decoupled: the pipeline wants one whole answer a call."""
     from tritonclient.grpc import model_config_pb2 as pb
 
-    fraction = getattr(spec.serving.kv_cache_free_gpu_mem_fraction, role)
-    parameters = {
-        "gpt_model_type": "inflight_fused_batching",
-        "gpt_model_path": f"{spec.serving.mount_point.rstrip('/')}/{directory}",
-        "batch_scheduler_policy": "guaranteed_no_evict",
-        "max_beam_width": "1",
-        # every cycle sends the whole context again: without reuse it would be computed again too
-        "enable_kv_cache_reuse": _bool(spec.engine.kv_cache_reuse),
-        # the pipeline reads the prompt back to check the answer
-        "exclude_input_in_output": "false",
-        "executor_worker_path": _WORKER,
-        "FORCE_CPU_ONLY_INPUT_TENSORS": "no",
-    }
-    if fraction is not None:
-        parameters["kv_cache_free_gpu_mem_fraction"] = f"{fraction:g}"
-    if kv_cache_bytes is not None:
-        parameters["trtspec_kv_cache_bytes"] = str(kv_cache_bytes)
-    config = _config(
+    config = model_config(
         ENGINE_MODELS[role],
         contract.ENGINE_INPUTS,
         contract.ENGINE_OUTPUTS,
         spec.engine.max_batch_size,
         parameters,
         backend="tensorrtllm",
+        logits_dtype=LOGITS_DTYPES[spec.engine.logits_dtype],
     )
     config.dynamic_batching.preferred_batch_size.append(spec.engine.max_batch_size)
     config.dynamic_batching.default_queue_policy.max_queue_size = 0
+    # Not KIND_GPU: the executor places its ranks itself, and this one also loads where there is no GPU.
     config.instance_group.append(pb.ModelInstanceGroup(count=1, kind=pb.ModelInstanceGroup.KIND_CPU))
     return config
+
+
+def _fraction(spec: Spec, role: str, derived: Mapping[str, float]) -> float | None:
+    given: float | None = getattr(spec.serving.kv_cache_free_gpu_mem_fraction, role)
+    return derived.get(role, given)
 
 
 def _bls_model(
     name: str, spec: Spec, configs: Mapping[str, EngineConfig], tokens: Parameters, chat_template: str | None
 ) -> ModelConfig:
     """The speculative pipeline. One process serves many requests, so one instance is enough."""
-    target, draft = configs["target"], configs.get("draft")
+    target, speculation = configs["target"], spec.speculation
+    method = METHODS.get(speculation.method)
+    # No engine proposes, or the target sees single paths: nothing can be accepted by logits.
+    by_logits = bool(method and method.engines and not method.trees)
     parameters = {
         **tokens,
         "tensorrt_llm_model_name": ENGINE_MODELS["target"],
         "accumulate_tokens": "false",
-        "acceptance": spec.speculation.acceptance,
-        "num_draft_tokens": str(spec.default_num_draft_tokens if draft else 0),
+        "method": speculation.method,
+        "acceptance": speculation.acceptance if by_logits else "tokens",
+        "greedy_only": flag(_decodes_greedily(speculation)),
+        "logits_dtype": LOGITS_DTYPES[spec.engine.logits_dtype],
+        "num_draft_tokens": str(spec.default_num_draft_tokens if method else 0),
         "max_draft_len": str(target.max_draft_len),
         "max_input_len": str(target.build["max_input_len"]),
         "target_max_seq_len": str(target.max_seq_len),
-        "exclude_input_in_output": _bool(spec.serving.exclude_input_in_output),
+        "exclude_input_in_output": flag(spec.serving.exclude_input_in_output),
         "skip_special_tokens": "true",
         "max_concurrency": str(spec.serving.max_concurrency),
         "plain_chunk_tokens": str(spec.serving.plain_chunk_tokens),
         "draft_rest_s": _DRAFT_REST_S,
         "call_timeout_s": f"{spec.serving.call_timeout_s:g}",
     }
-    if draft is not None:
-        parameters["tensorrt_llm_draft_model_name"] = ENGINE_MODELS["draft"]
-        parameters["draft_max_seq_len"] = str(draft.max_seq_len)
-        parameters["draft_vocab_size"] = str(draft.vocab_size)
-        parameters["draft_returns_logits"] = _bool(draft.returns_generation_logits)
+    for role in method.engines if method else ():
+        parameters[f"tensorrt_llm_{role}_model_name"] = ENGINE_MODELS[role]
+        parameters[f"{role}_max_seq_len"] = str(configs[role].max_seq_len)
+        parameters[f"{role}_vocab_size"] = str(configs[role].vocab_size)
+        parameters[f"{role}_returns_logits"] = flag(configs[role].returns_generation_logits)
+    if method:
+        settings = method.chosen(getattr(speculation, speculation.method, None))
+        parameters |= {f"{speculation.method}_{name}": written(value) for name, value in settings.items()}
     if chat_template is not None:
         parameters["chat_template"] = chat_template
-    config = _python_model(name, contract.BLS_INPUTS, contract.BLS_OUTPUTS, spec.engine.max_batch_size, parameters)
+    config = _python_model(
+        name,
+        contract.BLS_INPUTS,
+        contract.BLS_OUTPUTS,
+        spec.engine.max_batch_size,
+        parameters,
+        logits_dtype=LOGITS_DTYPES[spec.engine.logits_dtype],
+    )
     config.model_transaction_policy.decoupled = name == BLS
     return config
 
 
-def _ensemble(max_batch_size: int) -> ModelConfig:
+def _decodes_greedily(speculation: Speculation) -> bool:
+    """Whether the target's engine verifies its own drafts greedily, whatever temperature a request asks for."""
+    redrafter = speculation.redrafter
+    return speculation.method == "medusa" or bool(speculation.method == "redrafter" and redrafter and redrafter.greedy)
+
+
+def _ensemble(max_batch_size: int, logits_dtype: str) -> ModelConfig:
     """Plain decoding by the target alone, as a fixed graph: preprocessing, tensorrt_llm, postprocessing."""
-    config = _config("ensemble", contract.ENSEMBLE_INPUTS, contract.ENSEMBLE_OUTPUTS, max_batch_size, {})
+    config = model_config(
+        "ensemble",
+        contract.ENSEMBLE_INPUTS,
+        contract.ENSEMBLE_OUTPUTS,
+        max_batch_size,
+        {},
+        logits_dtype=logits_dtype,
+    )
     config.platform = "ensemble"
     given = {tensor.name for tensor in contract.ENSEMBLE_INPUTS}
     to_engine = {contract.ENGINE_RENAMES.get(name, name): name for name in given}
@@ -198,40 +237,19 @@ def _ensemble(max_batch_size: int) -> ModelConfig:
 
 
 def _python_model(
-    name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], max_batch_size: int, parameters: Parameters
-) -> ModelConfig:
-    from tritonclient.grpc import model_config_pb2 as pb
-
-    config = _config(name, inputs, outputs, max_batch_size, parameters, backend="python")
-    config.instance_group.append(pb.ModelInstanceGroup(count=1, kind=pb.ModelInstanceGroup.KIND_CPU))
-    return config
-
-
-def _config(
     name: str,
-    inputs: Iterable[Tensor],
-    outputs: Iterable[Tensor],
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
     max_batch_size: int,
     parameters: Parameters,
-    backend: str = "",
+    logits_dtype: str = "FP32",
 ) -> ModelConfig:
     from tritonclient.grpc import model_config_pb2 as pb
 
-    config = pb.ModelConfig(name=name, backend=backend, max_batch_size=max_batch_size)
-    for tensor in inputs:
-        entry = config.input.add(
-            name=tensor.name,
-            data_type=f"TYPE_{tensor.dtype}",
-            dims=tensor.dims,
-            optional=tensor.optional,
-            allow_ragged_batch=tensor.ragged,
-        )
-        if tensor.scalar:
-            entry.reshape.SetInParent()
-    for tensor in outputs:
-        config.output.add(name=tensor.name, data_type=f"TYPE_{tensor.dtype}", dims=tensor.dims)
-    for key, value in parameters.items():
-        config.parameters[key].string_value = value
+    config = model_config(
+        name, inputs, outputs, max_batch_size, parameters, backend="python", logits_dtype=logits_dtype
+    )
+    config.instance_group.append(pb.ModelInstanceGroup(count=1, kind=pb.ModelInstanceGroup.KIND_CPU))
     return config
 
 
@@ -242,7 +260,7 @@ def _token_parameters(target: EngineConfig, tokenizer_json: str, add_bos: bool) 
     end_ids, bos_id, pad_id = target.eos_token_ids, target.stamp.get("bos_token_id"), target.stamp.get("pad_token_id")
     end_id = end_ids[0] if end_ids else None
     parameters = {
-        "add_bos": _bool(add_bos),
+        "add_bos": flag(add_bos),
         "vocab_size": str(target.vocab_size),
         "end_ids": ",".join(map(str, end_ids)),
         "end_id": str(-1 if end_id is None else end_id),
@@ -258,13 +276,6 @@ def _token_parameters(target: EngineConfig, tokenizer_json: str, add_bos: bool) 
     return parameters
 
 
-def _text(config: ModelConfig) -> str:
-    from google.protobuf import text_format
-
-    # map entries are printed in the order of their keys, everything else in the order of its declaration
-    return str(text_format.MessageToString(config, as_utf8=True))
-
-
 def _copy_sources(version: Path, model: str, modules: Iterable[str]) -> None:
     shutil.copyfile(_SOURCES / model, version / "model.py")
     for module in modules:
@@ -274,37 +285,3 @@ def _copy_sources(version: Path, model: str, modules: Iterable[str]) -> None:
         package.mkdir()
         for source in sorted(_DECODING.glob("*.py")):
             shutil.copyfile(source, package / source.name)
-
-
-class _replacing:
-    """Context of a staging directory that takes the place of `out_dir` when the block ends without an error."""
-
-    def __init__(self, out_dir: Path) -> None:
-        self._out_dir = out_dir
-
-    def __enter__(self) -> Path:
-        out = self._out_dir
-        if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or (out / BLS / "config.pbtxt").is_file())):
-            raise TrtspecError(
-                "something else than a model repository is here",
-                where=str(out),
-                fix="move it away or choose another output.model_repo",
-            )
-        out.parent.mkdir(parents=True, exist_ok=True)
-        self._staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-        staged = self._staging / "new"
-        staged.mkdir()
-        return staged
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                if self._out_dir.exists():
-                    os.rename(self._out_dir, self._staging / "old")
-                os.rename(self._staging / "new", self._out_dir)
-        finally:
-            shutil.rmtree(self._staging, ignore_errors=True)
-
-
-def _bool(value: bool) -> str:
-    return "true" if value else "false"

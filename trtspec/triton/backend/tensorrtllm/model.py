@@ -2,7 +2,8 @@
 
 Takes and answers the tensors of the C++ backend: requests must ask for output_ids and sequence_length, output_ids hold
 the prompt unless told otherwise and never the end id, a request with neither top_k nor top_p is greedy, `stop` cancels.
-What it cannot honour it refuses by name. Knows Triton's Python backend and the runtime.
+An engine that drafts by itself decodes plainly here, to the same greedy text, and counts no drafts. What cannot be
+honoured is refused by name. Knows Triton's Python backend and the runtime.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import json
 import os
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,10 +24,15 @@ import triton_python_backend_utils as pb_utils
 from trtspec.decoding.engine_call import Cancelled, EngineRequest, EngineResult
 from trtspec.decoding.sampling import SamplingParams
 from trtspec.errors import TrtspecError
+from trtspec.runtime.engine import DRAFT_TOKENS_EXTERNAL
 from trtspec.runtime.torch_runtime import TorchRuntime
+from trtspec.triton.check import parameter_faults
+from trtspec.triton.check_engine import engine_faults
 from trtspec.triton.models.tensors import Inputs, Refused, split_word_list
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
+_NUMPY_DTYPES = {"FP32": np.float32, "FP16": np.float16}
+_LOOKAHEAD_SIZES = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _NOT_SUPPORTED = {
     "this engine has no encoder": (
@@ -54,9 +62,6 @@ _NOT_SUPPORTED = {
         "retention_decode_duration_ms",
         "guided_decoding_guide_type",
         "guided_decoding_guide",
-        "lookahead_window_size",
-        "lookahead_ngram_size",
-        "lookahead_verification_set_size",
     ),
     "streaming needs a decoupled model, and this one is not": ("streaming",),
 }
@@ -73,6 +78,8 @@ class TritonPythonModel:
         if config.get("model_transaction_policy", {}).get("decoupled"):
             raise pb_utils.TritonModelException("decoupled engine models need the C++ backend; set decoupled: false")
         parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
+        if faults := parameter_faults(config["name"], parameters, "tensorrtllm", "config.pbtxt"):
+            raise pb_utils.TritonModelException("\n".join(faults))
         engine_dir = local_engine_dir(parameters.get("gpt_model_path", ""), os.environ)
         try:
             self._runtime = TorchRuntime(
@@ -83,6 +90,11 @@ class TritonPythonModel:
             )
         except TrtspecError as error:
             raise pb_utils.TritonModelException(str(error)) from None
+        types = {output["name"]: output["data_type"] for output in config["output"]}
+        self._logits_dtype = types["generation_logits"].removeprefix("TYPE_")
+        if faults := list(engine_faults(parameters, self._logits_dtype, self._runtime.config, "config.pbtxt")):
+            raise pb_utils.TritonModelException("\n".join(faults))
+        self._parameters = parameters
         self._exclude_input = parameters.get("exclude_input_in_output") == "true"
         self._threads = ThreadPoolExecutor(max(1, config["max_batch_size"]), thread_name_prefix="engine")
         self._lock = threading.Lock()
@@ -112,7 +124,7 @@ class TritonPythonModel:
             wanted = frozenset(request.requested_output_names())
             if not {"output_ids", "sequence_length"} <= wanted:
                 raise Refused("a request must ask for the outputs output_ids and sequence_length")
-            call = read_call(inputs)
+            call = self._read(inputs)
         except (Refused, ValueError) as error:
             _send_error(sender, str(error), pb_utils.TritonError.INVALID_ARG)
             return
@@ -120,6 +132,16 @@ class TritonPythonModel:
         with self._lock:
             self._running.setdefault(request_id, []).append(stop)
         self._threads.submit(self._run, request, sender, inputs, call, wanted, stop, arrival_ns)
+
+    def _read(self, inputs: Inputs) -> EngineRequest:
+        """The call of one request, by the rules of the mode that the engine was built for."""
+        call = read_call(inputs)
+        if call.draft_tokens is not None and self._runtime.config.speculative_decoding_mode != DRAFT_TOKENS_EXTERNAL:
+            raise Refused("draft_input_ids is not supported: the engine was not built for mode draft_tokens_external")
+        check_lookahead_sizes(inputs, self._parameters)
+        if self._parameters.get("decoding_mode") == "medusa" and not call.sampling.greedy:
+            call = replace(call, sampling=replace(call.sampling, temperature=0.0))  # Medusa verifies greedily
+        return call
 
     def _run(
         self,
@@ -136,6 +158,8 @@ class TritonPythonModel:
             result = self._runtime.execute(call, cancelled=lambda: stop.is_set() or request.is_cancelled())
             exclude = inputs.flag("exclude_input_in_output", self._exclude_input)
             outputs = answer(call, result, inputs, exclude, (arrival_ns, started_ns, time.time_ns()))
+            for name in ("context_logits", "generation_logits"):
+                outputs[name] = outputs[name].astype(_NUMPY_DTYPES[self._logits_dtype])
             tensors = [pb_utils.Tensor(name, array) for name, array in outputs.items() if name in wanted]
             sender.send(pb_utils.InferenceResponse(tensors), flags=_FINAL)
         except Cancelled:
@@ -183,7 +207,7 @@ def read_call(inputs: Inputs) -> EngineRequest:
     drafts = _ids(inputs, "draft_input_ids")
     draft_logits = inputs.array("draft_logits") if drafts is not None and len(drafts) else None
     if draft_logits is not None:
-        draft_logits = _without_batch(draft_logits, 2, "draft_logits")
+        draft_logits = _without_batch(draft_logits, 2, "draft_logits").astype(np.float32)
     bias = inputs.array("embedding_bias")
     return EngineRequest(
         input_ids=ids,
@@ -199,6 +223,23 @@ def read_call(inputs: Inputs) -> EngineRequest:
         return_generation_logits=inputs.flag("return_generation_logits"),
         return_log_probs=inputs.flag("return_log_probs"),
     )
+
+
+def check_lookahead_sizes(inputs: Inputs, parameters: Mapping[str, str]) -> None:
+    """The sizes of one request are given together, and are no larger than the model's.
+
+    Raises:
+        Refused: they are not.
+    """
+    given = [name for name in _LOOKAHEAD_SIZES if name in inputs]
+    if given and parameters.get("decoding_mode") != "lookahead":
+        raise Refused(f"{given[0]} is not supported: the engine does not look ahead")
+    if given and len(given) < len(_LOOKAHEAD_SIZES):
+        raise Refused(f"{given[0]} comes alone; expected all of {', '.join(_LOOKAHEAD_SIZES)}")
+    for name in given:
+        value, most = inputs.integer(name, minimum=0), int(parameters[name])
+        if value is not None and value > most:
+            raise Refused(f"{name} is {value}; expected at most the model's {most}")
 
 
 def _sampling(inputs: Inputs) -> SamplingParams:
