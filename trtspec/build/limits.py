@@ -13,7 +13,7 @@ from trtspec.errors import TrtspecError
 from trtspec.models.config import ModelConfig
 from trtspec.spec.gpus import GPUS
 from trtspec.spec.schema import Spec, Tree
-from trtspec.trtllm.memory import share_gpus
+from trtspec.trtllm.memory import kv_bytes_per_token, share_gpus
 from trtspec.trtllm.placement import check_placement
 from trtspec.trtllm.support import METHODS
 
@@ -27,7 +27,7 @@ _MODES = {
     "explicit_draft_tokens": 16,
     "eagle": 32,
 }
-_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "fp8": 8, "int8": 8}
+_BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
 _WEIGHT_BITS = {"fp8": 8, "int8_sq": 8, "int4_awq": 4, "w4a8_awq": 4}
 
 
@@ -119,9 +119,7 @@ def kv_cache_bytes(spec: Spec, role: str, model: ModelConfig, max_seq_len: int) 
         TrtspecError: it cannot hold one sequence of `max_seq_len` tokens.
     """
     ref = spec.models[role]
-    bits = _BITS[ref.dtype if ref.kv_cache_dtype == "auto" else ref.kv_cache_dtype]
-    # keys and values: 2 x layers x KV heads x head size
-    longest = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_size * bits // 8 * max_seq_len
+    longest = kv_bytes_per_token(ref, model) * max_seq_len
     given: int | None = getattr(spec.serving.kv_cache_bytes, role)
     if given is None:
         return longest * spec.serving.max_concurrency
