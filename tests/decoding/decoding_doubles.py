@@ -14,6 +14,7 @@ import numpy as np
 
 from trtspec.decoding.engine_call import EngineRequest, EngineResult
 from trtspec.decoding.sampler import TokenSampler
+from trtspec.decoding.token_tree import ROOT, TokenTree, VerifiedPath, verify_tree
 from trtspec.decoding.verify import Verification, verify
 
 Model = Callable[[tuple[int, ...]], np.ndarray]  # context -> logits [V]
@@ -57,6 +58,7 @@ class TableEngine:
         *,
         uniforms: object | None = None,
         verify_call: Callable[..., Verification] = verify,
+        verify_tree_call: Callable[..., VerifiedPath] = verify_tree,
         hides_end_id: bool = False,
         has_generation_logits: bool = True,
         fails: Callable[[int], Exception | None] = lambda call: None,
@@ -65,6 +67,7 @@ class TableEngine:
         self._model = model
         self._uniforms = uniforms
         self._verify = verify_call
+        self._verify_tree = verify_tree_call
         self._hides_end_id = hides_end_id
         self._has_generation_logits = has_generation_logits
         self._fails = fails
@@ -93,17 +96,38 @@ class TableEngine:
         )
 
     def _verified(self, request: EngineRequest, context: tuple[int, ...]) -> EngineResult:
+        if request.draft_parents is not None:
+            return self._verified_tree(request, context)
         drafts = tuple(request.draft_tokens.tolist())
         rows = [self._model(context + drafts[:i]) for i in range(len(drafts) + 1)]
         verification = self._verify(rows, request, self._uniforms)
         tokens = list(verification.tokens)
         if self._hides_end_id and tokens and tokens[-1] == request.end_id:
             tokens = tokens[:-1]
+        with_logits = request.return_generation_logits and self._has_generation_logits
         return EngineResult(
             np.array(tokens, dtype=np.int32),
-            log_probs=np.array(verification.log_probs) if request.return_log_probs else None,
+            generation_logits=np.array(rows[: len(tokens)]) if with_logits else None,
+            log_probs=np.array(verification.log_probs[: len(tokens)]) if request.return_log_probs else None,
             num_draft_tokens=len(drafts),
             num_accepted=verification.num_accepted,
+        )
+
+    def _verified_tree(self, request: EngineRequest, context: tuple[int, ...]) -> EngineResult:
+        """All rows, path by path: nothing here is shared between the nodes."""
+        tree = TokenTree(request.draft_tokens, request.draft_parents, request.draft_logits)
+        texts = [context + tuple(tree.tokens[tree.path(node)].tolist()) for node in range(ROOT, len(tree))]
+        rows = np.array([self._model(text) for text in texts])
+        verified = self._verify_tree(rows, request, tree, self._uniforms)
+        tokens = list(verified.tokens)
+        if self._hides_end_id and tokens and tokens[-1] == request.end_id:
+            tokens = tokens[:-1]
+        return EngineResult(
+            np.array(tokens, dtype=np.int32),
+            generation_logits=rows if request.return_generation_logits and self._has_generation_logits else None,
+            log_probs=np.array(verified.log_probs[: len(tokens)]) if request.return_log_probs else None,
+            num_draft_tokens=len(tree),
+            num_accepted=len(verified.nodes),
         )
 
 
@@ -115,7 +139,7 @@ class Choices:
         self.options: list[list[tuple[object, float]]] = []
         self.probability = 1.0
 
-    def accepts(self, position: int, probability: float) -> bool:
+    def accepts(self, position: int, probability: float, attempt: int = 0) -> bool:
         return self._choose([(True, probability), (False, 1.0 - probability)])
 
     def draw(self, position: int, probs: np.ndarray) -> int:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from trtspec.decoding.draft_target import AcceptanceMode, DraftModel
 from trtspec.decoding.engine_call import EngineCall, EngineRequest, EngineResult
 from trtspec.decoding.sampler import TokenSampler
 from trtspec.decoding.sampling import SamplingParams
@@ -71,10 +72,16 @@ def engine(table: Table, verifier: Callable[..., tuple[list[int], int]] | None =
     return call
 
 
-def subject(target: EngineCall | None = None, draft: EngineCall | None = None, **settings: object) -> InProcess:
+def subject(
+    target: EngineCall | None = None,
+    draft: EngineCall | None = None,
+    acceptance: AcceptanceMode = "auto",
+    **settings: object,
+) -> InProcess:
     """Engines over the tables and the product's cycle; each part can be replaced."""
     given = {"end_ids": (END,), "decode": decode, **settings}
-    return InProcess(target or engine(TARGET), draft or engine(DRAFT), **given)  # type: ignore[arg-type]
+    proposing = draft or engine(DRAFT)
+    return InProcess(target or engine(TARGET), lambda: DraftModel(proposing, acceptance), **given)  # type: ignore[arg-type]
 
 
 def decode(ids: list[int]) -> str:

@@ -15,6 +15,7 @@ from scipy import stats
 
 from trtspec.decoding.cycle import Generation, Request
 from trtspec.decoding.engine_call import EngineRequest
+from trtspec.decoding.methods import METHODS
 from trtspec.decoding.sampling import SamplingParams, Uniforms
 from trtspec.errors import TrtspecError
 from trtspec.models.source import open_model
@@ -26,7 +27,8 @@ GREEDY = SamplingParams()
 
 
 def finish(target: TorchRuntime, draft: TorchRuntime | None, request: Request, **keywords: Any) -> Generation:
-    *_, last = speculate(target, draft, request, **keywords)
+    runtimes = {"target": target} if draft is None else {"target": target, "draft": draft}
+    *_, last = speculate("none" if draft is None else "draft_target", runtimes, request, **keywords)
     return last.generation
 
 
@@ -76,7 +78,8 @@ def test_a_draft_with_the_targets_weights_is_always_right(target_engine: Path, d
 
 def test_cancelling_ends_a_generation_within_a_call(target: TorchRuntime, draft: TorchRuntime) -> None:
     stop = False
-    blocks = speculate(target, draft, Request([5, 6, 7], 100, num_draft_tokens=3), cancelled=lambda: stop)
+    runtimes, request = {"target": target, "draft": draft}, Request([5, 6, 7], 100, num_draft_tokens=3)
+    blocks = speculate("draft_target", runtimes, request, cancelled=lambda: stop)
     next(blocks)
     stop = True
     assert [block.finish_reason for block in blocks] == ["cancelled"]
@@ -88,9 +91,78 @@ def test_contexts_are_those_of_the_engines(target: TorchRuntime, draft: TorchRun
     assert (generation.num_generated, generation.finish_reason) == (12, "length")
 
 
-def test_engines_that_do_not_fit_are_refused_before_any_call(target: TorchRuntime, draft: TorchRuntime) -> None:
-    with pytest.raises(TrtspecError, match="max_draft_len is 8, but the pipeline drafts more: num_draft_tokens 9"):
-        speculate(target, draft, Request([5], 100, num_draft_tokens=9))
+def test_engines_that_do_not_fit_are_refused_before_any_call(
+    target: TorchRuntime, middle: TorchRuntime, draft: TorchRuntime
+) -> None:
+    three, request = {"target": target, "middle": middle, "draft": draft}, Request([5], 100, num_draft_tokens=9)
+    for method in METHODS:
+        with pytest.raises(TrtspecError, match="max_draft_len is 8, but the pipeline drafts more: num_draft_tokens 9"):
+            speculate(method, three, request)
+    with pytest.raises(TrtspecError, match=r"max_draft_len is 3, but the pipeline drafts more: num_draft_tokens 4"):
+        speculate("cascade", three, replace(request, num_draft_tokens=5), settings={"num_draft_tokens": 4})
+
+
+# ---- other drafters than a draft model
+
+
+@pytest.fixture
+def middle(build_engine: Callable[..., Path], save_model: Callable[..., Path], tmp_path: Path) -> TorchRuntime:
+    """A model between the tiny draft and the tiny target, for up to 3 draft tokens, 40 positions shorter."""
+    model = save_model(tmp_path / "middle", blend=(1, 0.015))
+    engine = build_engine(model, role="middle", max_draft_len=3, max_seq_len=472)
+    return TorchRuntime(engine, kv_cache_bytes=1 << 22)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_text_of_every_method_is_the_text_without(
+    target: TorchRuntime, middle: TorchRuntime, draft: TorchRuntime, rng: np.random.Generator, method: str
+) -> None:
+    """Random prompts that repeat themselves, so that a look-up finds something."""
+    three = {"target": target, "middle": middle, "draft": draft}
+    accepted = drafted = 0
+    for num_draft_tokens in (1, 4, 8):
+        for _ in range(3):
+            prompt = np.tile(rng.integers(3, 280, size=int(rng.integers(2, 9))), 2)
+            plain = finish(target, None, Request(prompt, 24))
+            *_, last = speculate(method, three, Request(prompt, 24, num_draft_tokens=num_draft_tokens))
+            assert last.generation.token_ids.tolist() == plain.token_ids.tolist()
+            assert last.generation.draft_error is None
+            accepted += last.generation.acceptance.num_accepted
+            drafted += last.generation.acceptance.num_drafted
+            inner = last.generation.draft_acceptance
+            assert (inner.num_drafted > 0) == (method == "cascade" and num_draft_tokens > 1)
+    assert 0 < accepted < drafted
+
+
+def test_contexts_of_a_cascade_are_those_of_its_engines(
+    target: TorchRuntime, middle: TorchRuntime, draft: TorchRuntime
+) -> None:
+    """The target holds 512, the draft too, the middle model 472: the last 40 tokens come from the target alone."""
+    three = {"target": target, "middle": middle, "draft": draft}
+    *_, last = speculate("cascade", three, Request(np.full(460, 9), 100, num_draft_tokens=4))
+    generation = last.generation
+    assert (generation.num_generated, generation.finish_reason) == (52, "length")
+    assert generation.draft_error is None
+    assert generation.fallbacks["draft_context"] >= 4
+    assert generation.token_ids.tolist() == finish(target, None, Request(np.full(460, 9), 100)).token_ids.tolist()
+
+
+def test_the_cache_after_a_cascade_is_that_of_a_fresh_engine(
+    target: TorchRuntime, middle: TorchRuntime, draft: TorchRuntime, build_engine: Callable[..., Path], rng: Any
+) -> None:
+    """Verifications that stop early leave rejected drafts behind; what the engines answer afterwards must not show."""
+    three = {"target": target, "middle": middle, "draft": draft}
+    prompt = rng.integers(3, 280, size=12)
+    sampling = SamplingParams(temperature=1.0, seed=3)
+    *_, last = speculate("cascade", three, Request(prompt, 40, sampling=sampling, num_draft_tokens=6))
+    assert 0 < last.generation.acceptance.num_accepted < last.generation.acceptance.num_drafted
+    for runtime in three.values():
+        fresh = TorchRuntime(runtime.config.path.parent, kv_cache_bytes=1 << 22)
+        request = EngineRequest(last.generation.context, 3, return_generation_logits=True)
+        used, new = runtime.execute(request), fresh.execute(request)
+        assert used.reused_tokens > new.reused_tokens == 0
+        assert used.output_ids.tolist() == new.output_ids.tolist()
+        np.testing.assert_allclose(used.generation_logits, new.generation_logits, atol=1e-4)
 
 
 SIZES = {
@@ -112,11 +184,12 @@ CUT = SamplingParams(temperature=2.5, top_k=4, top_p=0.95, frequency_penalty=0.4
 
 
 class Lottery:
-    """A target and a draft of five ids, and the reference distributions of both."""
+    """A target and a draft of five ids, the draft as a middle model too, and the reference distributions of both."""
 
     def __init__(self, target: Path, draft: Path, build_engine: Callable[..., Path]) -> None:
         self.target = TorchRuntime(build_engine(target, max_draft_len=2), kv_cache_bytes=1 << 18)
         self.draft = TorchRuntime(build_engine(draft, role="draft"), kv_cache_bytes=1 << 18)
+        self.middle = TorchRuntime(build_engine(draft, role="middle", max_draft_len=1), kv_cache_bytes=1 << 18)
         self._references = [ReferenceSampler(open_model(str(path))) for path in (target, draft)]
         self._logits: dict[Outcome, list[NDArray[np.float32]]] = {}
 
@@ -261,4 +334,22 @@ def test_sampled_text_has_the_targets_distribution(lottery: Lottery, acceptance:
         request = Request(PROMPT, 3, sampling=replace(CUT, seed=seed), num_draft_tokens=2)
         generation = finish(lottery.target, lottery.draft, request, acceptance=acceptance)
         found[tuple(generation.token_ids.tolist())] += 1
+    assert goodness_of_fit(found, lottery.texts(CUT, 3)) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("method", ["ngram", "cascade"])
+def test_sampled_text_of_other_drafters_has_the_targets_distribution(lottery: Lottery, method: str) -> None:
+    """As above: three tokens, seeds 0 to 599, through the engines' own verification. A cascade's middle model is the
+    draft of the other tests, and its draft the target's own weights, so that both levels accept and reject."""
+    found: Counter[Outcome] = Counter()
+    accepted = drafted = 0
+    for seed in range(NUM_DRAWS):
+        request = Request(PROMPT, 3, sampling=replace(CUT, seed=seed), num_draft_tokens=2)
+        runtimes = {"target": lottery.target, "middle": lottery.middle, "draft": lottery.target}
+        *_, last = speculate(method, runtimes, request, settings={"num_draft_tokens": 1} if method == "cascade" else {})
+        assert last.generation.draft_error is None
+        found[tuple(last.generation.token_ids.tolist())] += 1
+        accepted += last.generation.acceptance.num_accepted
+        drafted += last.generation.acceptance.num_drafted
+    assert 0 < accepted < drafted
     assert goodness_of_fit(found, lottery.texts(CUT, 3)) > FALSE_ALARM

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from .cycle import Generation, Proposal
 from .engine_call import EngineCall, EngineError, EngineRequest, EngineResult
 from .sampling import SamplingParams, derive_seed
+from .token_tree import TokenTree
 from .verify import Verification
 
 AcceptanceMode = Literal["auto", "logits", "tokens"]
@@ -42,15 +43,14 @@ class DraftModel:
             sampling = replace(sampling, temperature=0.0)
         # Hashed with the position, not counted up from it: numbers of drafts that came to nothing are not used again.
         seed = derive_seed(sampling.seed, 0, f"draft from {len(generation.context)}")
-        request = _engine_request(generation, num_draft_tokens, replace(sampling, seed=seed))
+        request = engine_request(generation, num_draft_tokens, replace(sampling, seed=seed))
         if drawn:
             request = replace(_without_end_ids(request, generation.request.end_ids), return_generation_logits=True)
         generation.raise_if_cancelled()
         result = self._call(request)
-        tokens = _checked(result, num_draft_tokens, "draft")
-        if not drawn or (result.generation_logits is None and self._acceptance == "auto"):
-            return Proposal(tokens)
-        return Proposal(tokens, _draft_logits(result, num_draft_tokens, generation.request.end_ids))
+        if not drawn:
+            return Proposal(checked_ids(result, num_draft_tokens, "draft"))
+        return proposed(result, num_draft_tokens, generation.request.end_ids, self._acceptance, "draft")
 
     def learn(self, verification: Verification) -> None:
         """Nothing: the engine finds the common beginning of the next context by itself."""
@@ -61,10 +61,12 @@ class Target:
 
     Args:
         call: the target engine.
+        role: its name in errors; the middle model of a cascade verifies too.
     """
 
-    def __init__(self, call: EngineCall) -> None:
+    def __init__(self, call: EngineCall, role: str = "target") -> None:
         self._call = call
+        self._role = role
 
     def verify(self, generation: Generation, proposal: Proposal) -> Verification:
         """One engine call: a verification, or plain decoding when nothing is proposed."""
@@ -73,23 +75,24 @@ class Target:
         sampling = generation.request.sampling
         seed = derive_seed(sampling.seed, len(generation.context), "target")
         request = replace(
-            _engine_request(generation, max_new_tokens, replace(sampling, seed=seed)),
+            engine_request(generation, max_new_tokens, replace(sampling, seed=seed)),
             draft_tokens=drafts if len(drafts) else None,
             draft_logits=proposal.logits,
+            draft_parents=proposal.parents,
             return_log_probs=generation.request.return_log_probs,
         )
         generation.raise_if_cancelled()
         result = self._call(request)
-        tokens = _checked(result, max_new_tokens, "target")
+        tokens = checked_ids(result, max_new_tokens, self._role)
 
-        # An own token never equals the draft it replaces, so the common beginning is what was accepted.
-        shared = min(len(tokens), len(drafts))
-        num_accepted = int(np.cumprod(tokens[:shared] == drafts[:shared]).sum())
+        # An own token never equals a draft that it replaces, so what the drafts have of the answer was accepted.
+        parents = np.arange(-1, len(drafts) - 1) if proposal.parents is None else proposal.parents
+        num_accepted = len(TokenTree(drafts, parents).follow(tokens.tolist()))
         expected = num_accepted + 1 if len(drafts) else max_new_tokens
         return Verification(
             tokens=tuple(tokens.tolist()),
             num_accepted=num_accepted,
-            log_probs=_log_probs(result, len(tokens)) if generation.request.return_log_probs else None,
+            log_probs=checked_log_probs(result, len(tokens)) if generation.request.return_log_probs else None,
             ended=len(tokens) < expected,
         )
 
@@ -108,21 +111,29 @@ def _without_end_ids(request: EngineRequest, end_ids: tuple[int, ...]) -> Engine
     )
 
 
-def _draft_logits(result: EngineResult, num_draft_tokens: int, end_ids: tuple[int, ...]) -> NDArray[np.float32]:
-    """[k, V], the logits that all the tokens were drawn from: end ids were banned."""
-    logits = result.generation_logits
-    if logits is None or len(result.output_ids) != num_draft_tokens or len(logits) != num_draft_tokens:
+def proposed(
+    result: EngineResult, num_draft_tokens: int, end_ids: tuple[int, ...], acceptance: AcceptanceMode, role: str
+) -> Proposal:
+    """Tokens that an engine drew while the end ids were banned, with the logits that they were drawn from.
+
+    Raises:
+        EngineError: not `num_draft_tokens` of each, except that with acceptance `auto` there may be no logits.
+    """
+    tokens, logits = checked_ids(result, num_draft_tokens, role), result.generation_logits
+    if logits is None and acceptance == "auto":
+        return Proposal(tokens)
+    if logits is None or len(tokens) != num_draft_tokens or len(logits) != num_draft_tokens:
         rows = "no" if logits is None else len(logits)
         raise EngineError(
-            f"the draft engine returned {len(result.output_ids)} tokens and {rows} rows of generation logits;"
+            f"the {role} engine returned {len(tokens)} tokens and {rows} rows of generation logits;"
             f" expected {num_draft_tokens} of each; build it with generation logits, or accept by tokens"
         )
     logits = np.array(logits, dtype=np.float32)
     logits[:, [token for token in end_ids if token < logits.shape[1]]] = -np.inf
-    return logits
+    return Proposal(tokens, logits)
 
 
-def _engine_request(generation: Generation, max_new_tokens: int, sampling: SamplingParams) -> EngineRequest:
+def engine_request(generation: Generation, max_new_tokens: int, sampling: SamplingParams) -> EngineRequest:
     """One call after the context; draft and target get the same rule, or q would not be what p is compared with."""
     request = generation.request
     before_min = max(0, request.min_tokens - generation.num_generated)
@@ -139,7 +150,8 @@ def _engine_request(generation: Generation, max_new_tokens: int, sampling: Sampl
     )
 
 
-def _checked(result: EngineResult, max_new_tokens: int, role: str) -> NDArray[np.int32]:
+def checked_ids(result: EngineResult, max_new_tokens: int, role: str) -> NDArray[np.int32]:
+    """The new tokens [n] of an answer; EngineError when they cannot be that."""
     tokens = np.asarray(result.output_ids)
     if tokens.ndim != 1 or len(tokens) > max_new_tokens:
         raise EngineError(
@@ -151,7 +163,8 @@ def _checked(result: EngineResult, max_new_tokens: int, role: str) -> NDArray[np
     return tokens.astype(np.int32, copy=False)
 
 
-def _log_probs(result: EngineResult, num_tokens: int) -> tuple[float, ...]:
+def checked_log_probs(result: EngineResult, num_tokens: int) -> tuple[float, ...]:
+    """Those of an answer of `num_tokens` tokens; EngineError when there are not as many."""
     if result.log_probs is None or len(result.log_probs) != num_tokens:
         raise EngineError(f"the target engine did not return one log probability for each of {num_tokens} tokens")
     return tuple(float(value) for value in result.log_probs)

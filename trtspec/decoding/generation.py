@@ -43,10 +43,12 @@ class Generation:
         request: the request.
         text: emitted so far, without stop strings.
         finish_reason: None while running.
+        cancelled: asked before every engine call.
         acceptance: counters.
+        draft_acceptance: counters inside the drafter: how a cascade's middle model accepted; else zeros.
         fallbacks: cycles that the target made without drafts, by reason: `draft_error`, `draft_empty`, `draft_context`
             (its context is full), `draft_given_up` (too many errors before).
-        draft_error: what the drafter raised last.
+        draft_error: what the drafter, or something it drafts with, raised last.
     """
 
     def __init__(
@@ -63,12 +65,13 @@ class Generation:
         self.request = request
         self.text = ""
         self.finish_reason: FinishReason | None = None
+        self.cancelled = cancelled
         self.acceptance = Acceptance()
+        self.draft_acceptance = Acceptance()
         self.fallbacks: Counter[str] = Counter()
         self.draft_error: Exception | None = None
         self._detokenizer = Detokenizer(decode or (lambda ids: ""), continuation_ids)
         self._stop = StopStrings(request.stop_strings)
-        self._cancelled = cancelled
         self._may_draft = may_draft and request.num_draft_tokens > 0
         self._draft_errors_in_a_row = 0
         prompt: NDArray[np.int32] = request.prompt_ids  # type: ignore[assignment]  # Request made it one
@@ -140,7 +143,7 @@ class Generation:
 
     def raise_if_cancelled(self) -> None:
         """Raises Cancelled when the caller no longer wants the answer."""
-        if self._cancelled():
+        if self.cancelled():
             raise Cancelled
 
     def commit(self, proposal: Proposal, verification: Verification) -> Block:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from trtspec.decoding.cycle import Request, generate
-from trtspec.decoding.draft_target import AcceptanceMode, DraftModel, Target
+from trtspec.decoding.cycle import Drafter, Request, generate
+from trtspec.decoding.draft_target import Target
 from trtspec.decoding.engine_call import EngineCall
 from trtspec.decoding.sampling import SamplingParams
 from trtspec.errors import TrtspecError
@@ -83,15 +83,15 @@ class Subject(Protocol):
 
 
 class InProcess:
-    """Two engines and the decoding cycle in this process.
+    """The target's engine, a drafter and the decoding cycle in this process.
 
     Args:
-        target, draft: the engines; without a draft every query is decoded plainly.
+        target: its engine.
+        make_drafter: makes the drafter of one answer; None: every query is decoded plainly.
         end_ids: ids that end an answer.
         decode: ids to text.
         continuation_ids: see `trtspec.decoding.detokenize.continuation_ids`.
-        acceptance: how drafts are judged, see `DraftModel`.
-        contexts: tokens that target and draft can hold.
+        contexts: tokens that the target can hold, and what proposes to it.
     """
 
     name = "engines"
@@ -99,16 +99,15 @@ class InProcess:
     def __init__(
         self,
         target: EngineCall,
-        draft: EngineCall | None,
+        make_drafter: Callable[[], Drafter] | None,
         *,
         end_ids: Sequence[int],
         decode: Callable[[list[int]], str],
         continuation_ids: Sequence[int] = (),
-        acceptance: AcceptanceMode = "auto",
         contexts: tuple[int | None, int | None] = (None, None),
     ) -> None:
         self._target = Target(target)
-        self._drafter = None if draft is None else DraftModel(draft, acceptance)
+        self._make_drafter = make_drafter
         self._end_ids = tuple(end_ids)
         self._decode = decode
         self._continuation_ids = tuple(continuation_ids)
@@ -121,12 +120,13 @@ class InProcess:
             max_tokens=query.max_tokens,
             sampling=query.sampling,
             end_ids=self._end_ids,
-            num_draft_tokens=query.num_draft_tokens if self._drafter else 0,
+            num_draft_tokens=query.num_draft_tokens if self._make_drafter else 0,
             target_context=self._contexts[0],
             draft_context=self._contexts[1],
         )
+        drafter = self._make_drafter() if self._make_drafter else None
         blocks = list(
-            generate(request, self._drafter, self._target, decode=self._decode, continuation_ids=self._continuation_ids)
+            generate(request, drafter, self._target, decode=self._decode, continuation_ids=self._continuation_ids)
         )
         if error := blocks[-1].generation.draft_error:
             raise TrtspecError(f"the draft engine failed: {error}", fix="build it again, or lower num_draft_tokens")

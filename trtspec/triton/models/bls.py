@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
-from trtspec_decoding.cycle import Block, generate
+from trtspec_decoding.cycle import Block, Drafter, generate
 from trtspec_decoding.detokenize import continuation_ids
-from trtspec_decoding.draft_target import DraftModel, Target
 from trtspec_decoding.engine_call import EngineError
+from trtspec_decoding.methods import IN_ENGINE, DraftEngine, calls_at_a_time, make_chain_verifier, make_drafter
 
 from .bls_request import ClientRequest, Settings, read_request
 from .engine_model import EngineModel
@@ -53,21 +53,20 @@ class TritonPythonModel:
             skip_special_tokens=settings.skip_special_tokens,
         )
         self._continuation_ids = continuation_ids(self._tokenization.token_to_id)
-        self._target = self._engine(settings.target, settings.vocab_size)
-        self._draft = None
-        if settings.draft is not None:
-            self._draft = self._engine(settings.draft, settings.draft_vocab_size, rest_s=settings.draft_rest_s)
+        self._engines: dict[str, EngineModel] = {}
+        num_ids = settings.vocab_size
+        for role, engine in settings.engines.items():  # what one answers, those before it must know
+            num_ids = min(num_ids, engine.vocab_size)
+            self._engines[role] = EngineModel(
+                engine.name,
+                vocab_size=engine.vocab_size,
+                num_ids=num_ids,
+                logits_dtype=settings.logits_dtype,
+                timeout_s=settings.call_timeout_s,
+                max_calls=settings.max_concurrency * calls_at_a_time(settings.method, settings.drafting),
+                rest_s=0.0 if role == "target" else settings.draft_rest_s,
+            )
         self._requests = ThreadPoolExecutor(settings.max_concurrency, thread_name_prefix="request")
-
-    def _engine(self, name: str, vocab_size: int, rest_s: float = 0.0) -> EngineModel:
-        return EngineModel(
-            name,
-            vocab_size=vocab_size,
-            num_ids=min(vocab_size, self._settings.vocab_size),
-            timeout_s=self._settings.call_timeout_s,
-            max_calls=self._settings.max_concurrency,
-            rest_s=rest_s,
-        )
 
     def execute(self, requests: list[Any]) -> None:
         """Hand each request to a thread; the answers come through their response senders."""
@@ -77,19 +76,19 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """Finish what is under way."""
         self._requests.shutdown()
-        for engine in (self._target, self._draft):
-            if engine is not None:
-                engine.close()
+        for engine in self._engines.values():
+            engine.close()
 
     def _serve(self, request: Any, sender: Any, arrival_ns: int) -> None:
         """Answer one request. Whatever happens, the sender gets exactly one final response."""
         try:
-            client = self._read(request)
-        except ValueError as error:
-            _send_error(sender, str(error), pb_utils.TritonError.INVALID_ARG)
-            return
-        try:
-            answer = Answer(client, request.requested_output_names(), arrival_ns)
+            try:
+                client = self._read(request)
+            except ValueError as error:
+                _send_error(sender, str(error), pb_utils.TritonError.INVALID_ARG)
+                return
+            in_engine = self._settings.method in IN_ENGINE
+            answer = Answer(client, request.requested_output_names(), arrival_ns, counts_passes=not in_engine)
             waiting: list[Block] = []
             for block in self._blocks(client, request):
                 waiting.append(block)
@@ -116,17 +115,32 @@ class TritonPythonModel:
         """Run the decoding cycle for one request."""
         # ids of our own: two clients may use the same one, and an engine tells requests apart by it
         call_id = uuid.uuid4().hex
-        drafter = None
-        if self._draft is not None and client.decoding.num_draft_tokens:
-            drafter = DraftModel(self._draft.for_request(call_id), acceptance=client.acceptance)
+        target = self._engines["target"]
         return generate(
             client.decoding,
-            drafter,
-            Target(self._target.for_request(call_id)),
+            self._drafter(client, call_id),
+            make_chain_verifier(self._settings.method, target.for_request(call_id), target.for_several(call_id)),
             decode=self._tokenization.decode,
             continuation_ids=self._continuation_ids,
             cancelled=Cancellation(request),
         )
+
+    def _drafter(self, client: ClientRequest, call_id: str) -> Drafter | None:
+        """The drafter of one generation; None when nothing is drafted out here."""
+        if not client.decoding.num_draft_tokens:
+            return None
+        settings = self._settings
+        engines = {
+            role: DraftEngine(
+                self._engines[role].for_request(call_id),
+                engine.context,
+                engine.returns_logits,
+                calls=self._engines[role].for_several(call_id),
+                num_ids=settings.vocab_size,
+            )
+            for role, engine in settings.engines.items()
+        }
+        return make_drafter(settings.method, engines, client.acceptance, **settings.drafting)
 
 
 class Cancellation:
@@ -147,10 +161,11 @@ class Cancellation:
 class Answer:
     """The responses to one request: new text with its ids, and with the last of it counters of the whole generation."""
 
-    def __init__(self, client: ClientRequest, wanted: list[str], arrival_ns: int) -> None:
+    def __init__(self, client: ClientRequest, wanted: list[str], arrival_ns: int, counts_passes: bool) -> None:
         self._client = client
         self._wanted = frozenset(wanted)
         self._arrival_ns = arrival_ns
+        self._counts_passes = counts_passes  # an engine that drafts by itself makes several tokens a pass, unseen here
         self._scheduled_ns = time.time_ns()
         self._first_ns = 0
         self._prefix = "" if client.exclude_input else client.prompt
@@ -190,7 +205,7 @@ class Answer:
             "acceptance_rate": np.array([[acceptance.rate]], dtype=np.float32),
             "total_accepted_draft_tokens": _int32(acceptance.num_accepted),
             "total_draft_tokens": _int32(acceptance.num_drafted),
-            "total_target_passes": _int32(acceptance.num_target_passes),
+            "total_target_passes": _int32(acceptance.num_target_passes if self._counts_passes else 0),
         }
         if self._client.return_perf_metrics:
             times_ns = (self._arrival_ns, self._scheduled_ns, self._first_ns, time.time_ns())

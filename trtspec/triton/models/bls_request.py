@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from trtspec_decoding.methods import IN_ENGINE, METHODS, Method, Setting
 from trtspec_decoding.request import Request
 from trtspec_decoding.sampling import request_sampling
 
@@ -40,20 +41,28 @@ _NOT_SUPPORTED = {
 
 
 @dataclass(frozen=True)
+class EngineSettings:
+    """One engine model of this server."""
+
+    name: str
+    vocab_size: int
+    context: int  # tokens that it can hold
+    returns_logits: bool
+
+
+@dataclass(frozen=True)
 class Settings:
     """Defaults and limits of the pipeline, from the parameters in config.pbtxt."""
 
-    target: str
-    draft: str | None
+    method: str  # `none`, a key of METHODS, or one of IN_ENGINE
+    drafting: dict[str, Setting]  # the method's own settings
+    engines: dict[str, EngineSettings]  # by role: target, and what the method needs
+    logits_dtype: str  # FP32 or FP16
+    greedy_only: bool  # the engine ignores temperature, top_k and top_p
     acceptance: str
     num_draft_tokens: int
     max_draft_len: int
-    draft_returns_logits: bool
-    vocab_size: int
-    draft_vocab_size: int
     max_input_len: int
-    target_context: int
-    draft_context: int | None
     end_ids: tuple[int, ...]
     bos_token_id: int | None
     add_bos: bool
@@ -63,6 +72,17 @@ class Settings:
     plain_chunk_tokens: int
     call_timeout_s: float
     draft_rest_s: float
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids of the target are below it."""
+        return self.engines["target"].vocab_size
+
+    @property
+    def proposer(self) -> EngineSettings | None:
+        """The engine that proposes to the target; None where no engine does."""
+        roles = METHODS[self.method].engines if self.method in METHODS else ()
+        return self.engines[roles[0]] if roles else None
 
     @classmethod
     def parse(cls, parameters: Mapping[str, str]) -> Settings:
@@ -75,18 +95,23 @@ class Settings:
             if parameters.get(name, "false").lower() not in ("", "false"):
                 raise ValueError(f"parameter {name} is {parameters[name]!r}; expected it unset")
         try:
+            method = parameters["method"]
+            if method not in METHODS and method not in ("none", *IN_ENGINE):
+                known = ", ".join(("none", *METHODS, *IN_ENGINE))
+                raise ValueError(f"parameter method is {method!r}; expected one of {known}")
+            if parameters["logits_dtype"] not in ("FP32", "FP16"):
+                raise ValueError(f"parameter logits_dtype is {parameters['logits_dtype']!r}; expected FP32 or FP16")
+            row = METHODS.get(method)
             return cls(
-                target=parameters["tensorrt_llm_model_name"],
-                draft=parameters.get("tensorrt_llm_draft_model_name"),
+                method=method,
+                drafting=_drafting(method, row, parameters) if row else {},
+                engines={role: _engine(role, parameters) for role in ("target", *(row.engines if row else ()))},
+                logits_dtype=parameters["logits_dtype"],
+                greedy_only=parameters["greedy_only"] == "true",
                 acceptance=parameters["acceptance"],
                 num_draft_tokens=int(parameters["num_draft_tokens"]),
                 max_draft_len=int(parameters["max_draft_len"]),
-                draft_returns_logits=parameters.get("draft_returns_logits") == "true",
-                vocab_size=int(parameters["vocab_size"]),
-                draft_vocab_size=int(parameters.get("draft_vocab_size", parameters["vocab_size"])),
                 max_input_len=int(parameters["max_input_len"]),
-                target_context=int(parameters["target_max_seq_len"]),
-                draft_context=_optional_int(parameters.get("draft_max_seq_len")),
                 end_ids=tuple(int(token) for token in parameters["end_ids"].split(",") if token),
                 bos_token_id=_optional_int(parameters.get("bos_token_id")),
                 add_bos=parameters["add_bos"] == "true",
@@ -99,6 +124,28 @@ class Settings:
             )
         except KeyError as error:
             raise ValueError(f"parameter {error.args[0]} is missing from config.pbtxt") from None
+
+
+def _drafting(name: str, method: Method, parameters: Mapping[str, str]) -> dict[str, Setting]:
+    """The method's own settings; one that is missing is left to the drafter."""
+    prefix = f"{name}_"
+    try:
+        return method.read(
+            {key.removeprefix(prefix): text for key, text in parameters.items() if key.startswith(prefix)}
+        )
+    except ValueError as error:
+        raise ValueError(f"parameter {prefix}{error}") from None
+
+
+def _engine(role: str, parameters: Mapping[str, str]) -> EngineSettings:
+    """The engine model of a role; for the target the parameters have the names of upstream."""
+    target = role == "target"
+    return EngineSettings(
+        name=parameters["tensorrt_llm_model_name" if target else f"tensorrt_llm_{role}_model_name"],
+        vocab_size=int(parameters["vocab_size" if target else f"{role}_vocab_size"]),
+        context=int(parameters[f"{role}_max_seq_len"]),
+        returns_logits=not target and parameters[f"{role}_returns_logits"] == "true",
+    )
 
 
 @dataclass(frozen=True)
@@ -142,6 +189,11 @@ def read_request(inputs: Inputs, settings: Settings, tokenization: Tokenization)
         frequency_penalty=inputs.number("frequency_penalty"),
         seed=secrets.randbits(64) if seed is None else seed,  # without a seed every answer is a new draw
     )
+    if settings.greedy_only and not sampling.greedy:
+        raise Refused(
+            f"the request samples (temperature {sampling.temperature:g}); the engine's own drafting "
+            f"({settings.method}) decodes greedily, expected temperature 0 or top_k 1"
+        )
     biased = inputs.weighted_words("embedding_bias_words", "embedding_bias_weights")
     decoding = Request(
         prompt_ids=np.array(prompt_ids, dtype=np.int32),
@@ -155,8 +207,8 @@ def read_request(inputs: Inputs, settings: Settings, tokenization: Tokenization)
             [(tokenization.encode_word(word), weight) for word, weight in biased], settings.vocab_size
         ),
         num_draft_tokens=_num_draft_tokens(inputs, settings),
-        target_context=settings.target_context,
-        draft_context=settings.draft_context,
+        target_context=settings.engines["target"].context,
+        draft_context=settings.proposer.context if settings.proposer else None,
         plain_chunk_tokens=settings.plain_chunk_tokens,
         return_log_probs=inputs.flag("return_log_probs"),
     )
@@ -198,8 +250,10 @@ def _end_ids(inputs: Inputs, settings: Settings) -> tuple[int, ...]:
 
 def _num_draft_tokens(inputs: Inputs, settings: Settings) -> int:
     wanted = inputs.integer("num_draft_tokens", settings.num_draft_tokens, minimum=0) or 0
-    if wanted and settings.draft is None:
-        raise Refused(f"num_draft_tokens is {wanted}; there is no draft model here, expected 0")
+    if wanted and settings.method in IN_ENGINE:
+        raise Refused(f"num_draft_tokens is {wanted}; the engine drafts by itself ({settings.method}), expected 0")
+    if wanted and settings.method == "none":
+        raise Refused(f"num_draft_tokens is {wanted}; nothing drafts here, expected 0")
     if wanted > settings.max_draft_len:
         raise Refused(f"num_draft_tokens is {wanted}; the target engine verifies at most {settings.max_draft_len}")
     return wanted
@@ -210,11 +264,13 @@ def _acceptance(inputs: Inputs, settings: Settings) -> str:
         wanted = settings.acceptance
     else:
         wanted = "logits" if inputs.flag("use_draft_logits") else "tokens"
-    if settings.draft_returns_logits:
+    proposer = settings.proposer
+    if wanted == "logits" and settings.method in METHODS and METHODS[settings.method].trees:
+        raise Refused("use_draft_logits is true; the paths of a tree are accepted by equality, expected false")
+    if wanted != "logits" or (proposer and proposer.returns_logits):
         return wanted
-    if wanted == "logits":
-        raise Refused("use_draft_logits is true; the draft engine cannot return generation logits")
-    return "tokens"
+    reason = f"{proposer.name} cannot return generation logits" if proposer else f"method {settings.method} has none"
+    raise Refused(f"use_draft_logits is true; {reason}, expected false")
 
 
 def _optional_int(text: str | None) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from .tensors import word_list
 
 _GREEDY = np.ones((1, 1), dtype=np.int32)
 _TRUE = np.ones((1, 1), dtype=np.bool_)
+_LOGITS_DTYPES = {"FP32": np.float32, "FP16": np.float16}
 
 
 class EngineModel:
@@ -29,17 +30,27 @@ class EngineModel:
         name: the model in this server.
         vocab_size: of this model: the width of its logits and of what is sent to it.
         num_ids: ids it may answer, fewer than `vocab_size` where the other model has a smaller vocabulary.
+        logits_dtype: FP32 or FP16, what the engine models of this server take and answer.
         timeout_s: longest wait for one answer.
         max_calls: calls that may be under way at the same time.
         rest_s: after a failed call, further calls fail at once for so many seconds instead of waiting too.
     """
 
     def __init__(
-        self, name: str, *, vocab_size: int, num_ids: int, timeout_s: float, max_calls: int, rest_s: float = 0.0
+        self,
+        name: str,
+        *,
+        vocab_size: int,
+        num_ids: int,
+        logits_dtype: str,
+        timeout_s: float,
+        max_calls: int,
+        rest_s: float = 0.0,
     ) -> None:
         self.name = name
         self._vocab_size = vocab_size
         self._num_ids = num_ids
+        self._logits_dtype = _LOGITS_DTYPES[logits_dtype]
         self._timeout_s = timeout_s
         self._rest_s = rest_s
         self._resting_until = 0.0
@@ -49,6 +60,10 @@ class EngineModel:
     def for_request(self, request_id: str) -> Callable[[EngineRequest], EngineResult]:
         """The `EngineCall` of one generation; all its calls carry `request_id`."""
         return partial(self._call, request_id)
+
+    def for_several(self, request_id: str) -> Callable[[Sequence[EngineRequest]], list[EngineResult]]:
+        """The `EngineCalls` of one generation: all calls are under way before the first answer is waited for."""
+        return partial(self._call_several, request_id)
 
     def close(self) -> None:
         """Take no further calls."""
@@ -60,15 +75,26 @@ class EngineModel:
         Raises:
             EngineError: the model failed, took too long, is resting, or answered something else than was asked.
         """
+        return self._call_several(request_id, [request])[0]
+
+    def _call_several(self, request_id: str, requests: Sequence[EngineRequest]) -> list[EngineResult]:
         if time.monotonic() < self._resting_until:
             raise EngineError(f"{self.name} is left alone for {self._rest_s:g} s after a failure")
+        # An engine tells requests apart by their ids.
+        ids = [request_id, *(f"{request_id}-{number}" for number in range(1, len(requests)))]
+        waiting: list[concurrent.futures.Future[Any]] = []
         try:
-            return self._result(request, self._exec(request_id, request))
+            waiting += [self._start(*call) for call in zip(ids, requests, strict=True)]
+            deadline = time.monotonic() + self._timeout_s
+            answers = [self._awaited(answer, deadline) for answer in waiting]
+            return [self._result(*both) for both in zip(requests, answers, strict=True)]
         except Exception:
             self._resting_until = time.monotonic() + self._rest_s
+            for answer in waiting:
+                answer.cancel()
             raise
 
-    def _exec(self, request_id: str, request: EngineRequest) -> Any:
+    def _start(self, request_id: str, request: EngineRequest) -> concurrent.futures.Future[Any]:
         outputs = ["output_ids", "sequence_length"]
         if request.return_generation_logits:
             outputs.append("generation_logits")
@@ -78,11 +104,12 @@ class EngineModel:
         call = pb_utils.InferenceRequest(
             model_name=self.name, request_id=request_id, inputs=inputs, requested_output_names=outputs
         )
-        waiting = self._threads.submit(call.exec)
+        return self._threads.submit(call.exec)
+
+    def _awaited(self, answer: concurrent.futures.Future[Any], deadline: float) -> Any:
         try:
-            response = waiting.result(self._timeout_s)
+            response = answer.result(max(0.0, deadline - time.monotonic()))
         except concurrent.futures.TimeoutError:
-            waiting.cancel()
             raise EngineError(f"{self.name} did not answer within {self._timeout_s:g} s") from None
         if response.has_error():
             raise EngineError(f"{self.name}: {response.error().message()}")
@@ -94,6 +121,8 @@ class EngineModel:
         for name, missing in (("embedding_bias", 0.0), ("draft_logits", -np.inf)):
             if name in tensors:
                 tensors[name] = _fitted(tensors[name], self._vocab_size, missing)
+        if "draft_logits" in tensors:
+            tensors["draft_logits"] = tensors["draft_logits"].astype(self._logits_dtype, copy=False)
         return tensors
 
     def _result(self, request: EngineRequest, response: Any) -> EngineResult:
@@ -115,10 +144,10 @@ class EngineModel:
         new = with_end_id(new, request)
         logits = log_probs = None
         if request.return_generation_logits:
-            logits = self._checked(answer, "generation_logits", np.float32, 4)[0, 0]  # [n, V]
+            logits = self._checked(answer, "generation_logits", self._logits_dtype, 4)[0, 0]  # [n, V]
             if logits.shape[1] != self._vocab_size:
                 raise EngineError(f"{self.name} answered logits of {logits.shape[1]} ids, not {self._vocab_size}")
-            logits = logits[: len(new)]
+            logits = logits[: len(new)].astype(np.float32, copy=False)
             new = new[: len(logits)]  # an engine may keep no row for the end id
         if request.return_log_probs:
             values = self._checked(answer, "output_log_probs", np.float32, 3)[0, 0]

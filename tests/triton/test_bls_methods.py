@@ -1,0 +1,195 @@
+"""Every method that drafts outside the target's engine, on the real server: one repository, a pipeline for each.
+
+The engines are the tiny pair's: the middle model of the cascade is the noisy copy of the target, its draft the target
+itself, so that both levels accept some drafts and reject others.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tritonclient.utils import InferenceServerException
+
+PROMPTS = ["Hello", "abcabcabc abcabc", "def f(x):\n    return", "0123456789" * 12]
+SAMPLED = {"temperature": 1.0, "top_p": 0.95, "top_k": 50}
+SETTINGS = {"ngram": {"max_ngram": 2, "window": 100}, "cascade": {"num_draft_tokens": 2}}
+SECTIONS = {
+    "ngram": "ngram: {max_ngram: 2, window: 100}",
+    "early_exit": "early_exit: {layer: 1}",
+    "cascade": "draft: {model: ./target-model, dtype: float32}, "
+    "cascade: {num_draft_tokens: 2, middle: {model: ./draft-model, dtype: float32}}",
+}
+MODELS = {"cascade": "tensorrt_llm_bls", "ngram": "bls_ngram", "early_exit": "bls_early_exit"}
+END_IDS = (257, 258)
+
+
+@pytest.fixture(scope="module")
+def built(pair: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """`engines` (role -> directory) and the `repository` with a pipeline for each method."""
+    from trtspec.models.source import open_model
+    from trtspec.runtime.engine import write_torch_engine
+    from trtspec.spec.load import load_spec
+
+    root = tmp_path_factory.mktemp("methods")
+    engines = {}
+    for role, model, max_draft_len in (("target", "target", 5), ("middle", "draft", 3), ("draft", "target", 0)):
+        engines[role] = root / "engines" / role
+        build = {"max_batch_size": 8, "max_input_len": 256, "max_seq_len": 512, "max_draft_len": max_draft_len}
+        source = open_model(str(pair.root / f"{model}-model"))
+        write_torch_engine(source, engines[role], dtype="float32", role=role, build_config=build, stamp={})
+    repositories = {}
+    for method, section in SECTIONS.items():
+        spec = pair.root / f"{method}.yaml"
+        spec.write_text(
+            "version: 1\n"
+            "target: {model: ./target-model, dtype: float32}\n"
+            f"speculation: {{method: {method}, num_draft_tokens: 4, {section}}}\n"
+            "engine: {max_batch_size: 8, max_input_len: 256, max_seq_len: 512, max_draft_len: 5}\n"
+        )
+        roles = {"ngram": ("target",), "early_exit": ("target", "draft"), "cascade": ("target", "middle", "draft")}
+        repositories[method] = pair.write(
+            root / method,
+            spec=load_spec(spec),
+            engines={role: engines[role] for role in roles[method]},
+            kv_cache_bytes=dict.fromkeys(engines, 32 << 20),
+        )
+    repository = repositories["cascade"]
+    for method, name in MODELS.items():
+        if method != "cascade":
+            add(repositories[method] / "tensorrt_llm_bls", repository / name)
+    return SimpleNamespace(engines=engines, engines_root=root / "engines", repository=repository, root=root)
+
+
+def add(model: Path, place: Path) -> None:
+    """A copy of a model under another name; nothing else in its config changes."""
+    shutil.copytree(model, place)
+    file = place / "config.pbtxt"
+    before = file.read_text()
+    after = before.replace(f'name: "{model.name}"', f'name: "{place.name}"', 1)
+    assert after != before
+    file.write_text(after)
+
+
+@pytest.fixture(scope="module")
+def ask(
+    triton_class: type, built: SimpleNamespace, free_ports: Callable[[], dict[str, int]]
+) -> Iterator[Callable[..., SimpleNamespace]]:
+    """Start the server and stream one generation of a method: `text`, `ids`, `blocks`, `last`; `ask.calls(model)`."""
+    from trtspec.triton.server import LocalServer
+
+    ports = free_ports()
+    server = LocalServer(
+        built.repository,
+        engines_root=built.engines_root,
+        num_threads=1,
+        startup_timeout_s=280.0,
+        state_dir=built.root / "state",
+        **ports,
+    )
+    with server:
+        client = triton_class(f"127.0.0.1:{ports['grpc_port']}")
+
+        def run(prompt: str, method: str, **tensors: object) -> SimpleNamespace:
+            settings = {"max_tokens": 24, "stream": True, "exclude_input_in_output": True} | tensors
+            responses, error = client.stream(MODELS[method], text_input=prompt, **settings)
+            if error is not None:
+                raise error
+            blocks = [response["output_ids"].reshape(-1).tolist() for response in responses]
+            return SimpleNamespace(
+                text="".join(response["text_output"] for response in responses),
+                ids=[token for block in blocks for token in block],
+                blocks=blocks,
+                last=responses[-1],
+            )
+
+        run.calls = client.calls  # type: ignore[attr-defined]
+        yield run
+        client.close()
+
+
+@pytest.mark.parametrize("method", MODELS)
+def test_greedy_text_is_the_same_with_and_without_drafts(ask, method: str) -> None:
+    """Three letters are preferred, so that the random model repeats itself and a look-up finds something."""
+    settings = {"embedding_bias_words": ["a", "b", "c"], "embedding_bias_weights": [10.0] * 3, "max_tokens": 40}
+    accepted = drafted = 0
+    for prompt in PROMPTS:
+        speculated, plain = (ask(prompt, method, num_draft_tokens=count, **settings) for count in (4, 0))
+        assert speculated.ids == plain.ids
+        assert speculated.text == plain.text
+        assert plain.last["total_draft_tokens"] == 0
+        drafted += speculated.last["total_draft_tokens"]
+        accepted += speculated.last["total_accepted_draft_tokens"]
+    assert 0 < accepted < drafted or (method == "early_exit" and accepted == drafted)  # its draft is the target itself
+
+
+@pytest.mark.parametrize("settings", [{}, SAMPLED, SAMPLED | {"use_draft_logits": False}])
+@pytest.mark.parametrize("method", MODELS)
+def test_the_server_says_what_the_same_drafter_says_in_process(
+    ask, built: SimpleNamespace, pair: SimpleNamespace, method: str, settings: dict[str, object]
+) -> None:
+    from trtspec.decoding.request import Request
+    from trtspec.decoding.sampling import request_sampling
+    from trtspec.runtime.local import speculate
+    from trtspec.runtime.torch_runtime import TorchRuntime
+    from trtspec.triton.models.tokenization import Tokenization
+
+    runtimes = {role: TorchRuntime(path, kv_cache_bytes=32 << 20) for role, path in built.engines.items()}
+    tokenization = Tokenization(pair.root / "target-model" / "tokenizer.json", bos_token_id=256, add_bos=True)
+    given = {name: value for name, value in settings.items() if name != "use_draft_logits"}
+    for seed, prompt in enumerate(PROMPTS[:3]):
+        request = Request(
+            prompt_ids=tokenization.encode(prompt),
+            max_tokens=24,
+            sampling=request_sampling(**given, seed=seed)[0],
+            end_ids=END_IDS,
+            num_draft_tokens=4,
+        )
+        acceptance = "tokens" if "use_draft_logits" in settings else "auto"
+        own = SETTINGS.get(method)
+        blocks = list(speculate(method, runtimes, request, acceptance=acceptance, settings=own))
+        served = ask(prompt, method, seed=seed, **settings)
+        assert served.blocks == [list(block.token_ids) for block in blocks]
+        assert served.last["total_draft_tokens"] == blocks[-1].generation.acceptance.num_drafted
+
+
+def test_a_cascade_calls_three_engines_and_a_look_up_one(ask) -> None:
+    names = ("tensorrt_llm", "tensorrt_llm_middle", "tensorrt_llm_draft")
+    for method, used in (("cascade", names), ("ngram", names[:1]), ("early_exit", (names[0], names[2]))):
+        before = {name: ask.calls(name) for name in names}
+        ask(PROMPTS[1], method)
+        assert tuple(name for name in names if ask.calls(name) > before[name]) == used
+
+
+@pytest.mark.parametrize("method", MODELS)
+def test_end_ids_and_a_minimum_length(ask, method: str) -> None:
+    bias = {"embedding_bias_words": ["<|end|>"], "embedding_bias_weights": [200.0]}
+    assert ask("Hello", method, **bias).ids == []
+    for sampling in ({}, SAMPLED | {"seed": 3}):
+        later = ask("Hello", method, min_tokens=5, **bias, **sampling)
+        assert (len(later.ids), later.last["finish_reason"]) == (5, "stop")
+        assert not set(END_IDS) & set(later.ids)
+
+
+def test_draft_logits_of_a_look_up_are_refused(ask) -> None:
+    with pytest.raises(InferenceServerException, match="use_draft_logits is true; method ngram has none"):
+        ask("Hello", "ngram", use_draft_logits=True, **SAMPLED)
+
+
+@pytest.mark.parametrize("method", MODELS)
+def test_more_drafts_than_the_target_verifies_are_refused(ask, method: str) -> None:
+    with pytest.raises(InferenceServerException, match="num_draft_tokens is 6; the target engine verifies at most 5"):
+        ask("Hello", method, num_draft_tokens=6)
+
+
+def test_log_probabilities_of_a_cascade(ask) -> None:
+    values = []
+    for num_draft_tokens in (0, 4):
+        answer = ask("Hello", "cascade", stream=False, return_log_probs=True, num_draft_tokens=num_draft_tokens)
+        values.append(answer.last["output_log_probs"].reshape(-1))
+    assert len(values[0]) == 24
+    np.testing.assert_allclose(values[1], values[0], atol=1e-4)
