@@ -61,7 +61,7 @@ def _check_conversion(job: EngineJob, config: ModelConfig, spec: Spec) -> None:
     try:
         convert.check_conversion(_conversion(job), config)
     except TrtspecError as refusal:
-        if refusal.where:
+        if refusal.where and refusal.where.startswith(("target.", "speculation.")):
             refusal.where = spec.where(tuple(refusal.where.split(".")))
         raise
 
