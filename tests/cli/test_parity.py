@@ -115,7 +115,7 @@ def q_is_not_what_was_drawn_from(patch: pytest.MonkeyPatch) -> None:
 
             super().__init__(argmax_with_logits, acceptance)
 
-    patch.setattr("trtspec.parity.subjects.DraftModel", Sharpened)
+    patch.setattr("trtspec.decoding.methods.DraftModel", Sharpened)
 
 
 @pytest.mark.parametrize("broken", [accept_always, residual_from_p, q_is_not_what_was_drawn_from])

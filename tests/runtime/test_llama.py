@@ -11,6 +11,7 @@ import torch
 from trtspec.errors import TrtspecError
 from trtspec.models.config import ModelConfig
 from trtspec.runtime.llama import Llama, to_hf, to_trtllm
+from trtspec.runtime.weights import ActivationQuantizer
 
 SIZES = {
     "vocab_size": 131, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -20,6 +21,7 @@ LLAMA3_ROPE = {
     "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 24,
 }  # fmt: skip
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -29,6 +31,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
+    "qwen2-moe-normalised": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40, "norm_topk_prob": True}),
+    "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
 }
 
 
@@ -127,6 +133,51 @@ def test_a_reduced_head_proposes_only_its_ids(llama: Llama) -> None:
     assert torch.isinf(reduced).sum() == 6 * (131 - 4)
 
 
+@torch.inference_mode()
+def test_padding_of_the_head_is_never_chosen(llama: Llama) -> None:
+    """Every real logit is negative; those of the padding rows would be 0."""
+    ids, head = prompt(1, 6), llama.weights["lm_head.weight"]
+    expected = llama.forward(ids, llama.new_cache(1, 6), 0)
+    padded = Llama(llama.config, {**llama.weights, "lm_head.weight": torch.cat((head, torch.zeros(3, 48)))})
+    found = padded.forward(ids, padded.new_cache(1, 6), 0)
+    torch.testing.assert_close(found[..., :131], expected)
+    assert bool((found[..., 131:] == -torch.inf).all())
+    negative = Llama(llama.config, {**padded.weights, "lm_head.weight": -padded.weights["lm_head.weight"].abs()})
+    assert int(negative.head(torch.ones(1, 48)).argmax()) < 131
+
+
+@torch.inference_mode()
+def test_one_layer_alone_is_the_layer(llama: Llama) -> None:
+    ids = prompt(2, 9)
+    x = torch.nn.functional.embedding(ids, llama.weights["transformer.vocab_embedding.weight"])
+    for layer in range(llama.config.num_hidden_layers):
+        x = llama.layer_output(layer, x)
+    x = torch.nn.functional.rms_norm(x, (48,), llama.weights["transformer.ln_f.weight"], llama.config.norm_epsilon)
+    torch.testing.assert_close(x, llama.hidden(ids, None, 0))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "name", ["attention.qkv", "attention.dense", "mlp.fc", "mlp.gate", "mlp.proj", "attention.kv_cache"]
+)
+def test_what_is_rounded_before_a_layer_shows(llama: Llama, name: str) -> None:
+    """One tensor of one layer is rounded coarsely: logits move, and without rounding they do not."""
+    ids, key = prompt(1, 20), f"transformer.layers.1.{name}"
+    expected = llama.forward(ids, llama.new_cache(1, 20), 0)
+    nothing = Llama(llama.config, llama.weights, activations={key: ActivationQuantizer()})
+    assert torch.equal(nothing.forward(ids, nothing.new_cache(1, 20), 0), expected)
+    coarse = Llama(llama.config, llama.weights, activations={key: ActivationQuantizer("int8", 0.5)})
+    assert (coarse.forward(ids, coarse.new_cache(1, 20), 0) - expected).abs().max() > 1e-3
+
+
+def test_the_rounding_of_activations() -> None:
+    x = torch.tensor([0.26, -0.74, 1000.0, -1000.0])
+    assert ActivationQuantizer("int8", 0.5)(x).tolist() == [0.5, -0.5, 63.5, -64.0]
+    assert ActivationQuantizer("fp8", 0.5)(x).tolist() == [0.25, -0.75, 224.0, -224.0]  # 3 bits behind the first
+    factors = torch.tensor([[2.0], [4.0]])
+    assert ActivationQuantizer(prequant=factors)(torch.ones(1, 1), 1).tolist() == [[4.0]]
+
+
 def test_weights_are_not_copied(llama: Llama) -> None:
     again = Llama(llama.config, llama.weights)
     assert all(again.weights[name].data_ptr() == tensor.data_ptr() for name, tensor in llama.weights.items())
@@ -151,7 +202,9 @@ def test_a_cache_that_is_too_short_says_so(llama: Llama) -> None:
     [
         ({"model_type": "gemma", "architecture": "GemmaForCausalLM"}, "does not run GemmaForCausalLM"),
         ({"num_experts": 8}, "does not run LlamaForCausalLM"),
+        ({"model_type": "mixtral", "architecture": "MixtralForCausalLM"}, "does not run MixtralForCausalLM"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"num_dense_mlp_layers": 2}, "2 of 3 layers have no experts"),
         ({"rotary_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope scaling 'yarn'"),
     ],
 )

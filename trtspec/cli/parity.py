@@ -1,4 +1,4 @@
-"""`trtspec parity`: the built engines and the running server against the reference sampler."""
+"""`trtspec parity`: checkpoints, engines and the running server against the reference sampler."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trtspec.parity.suite import Observer
 
 CHECKS = ("greedy", "speculation", "sampled", "draws")
+CHECKPOINT_CHECKS = ("format", "logits", "layers")
 
 
 @click.command()
@@ -28,14 +29,21 @@ CHECKS = ("greedy", "speculation", "sampled", "draws")
 @set_option
 @click.option(
     "--subject",
-    type=click.Choice(["engines", "server", "both"]),
-    help="What to check [default: the engines, and the server of this spec if it is running].",
+    type=click.Choice(["checkpoint", "engines", "server", "both"]),
+    help="What to check; both: engines and server [default: the engines, for runtime tensorrt_llm the checkpoints, and "
+    "the server of this spec if it is running].",
 )
 @click.option("--url", help="host:port of the server's gRPC; implies that the server is checked.")
 @click.option("--prompts", type=click.Path(path_type=Path), help="Prompt file, JSON Lines; instead of parity.prompts.")
 @click.option("--num-prompts", type=click.IntRange(min=1), help="Prompts to take from the file.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer to a prompt.")
-@click.option("--check", "checks", type=click.Choice(CHECKS), multiple=True, help="Only this check (repeatable).")
+@click.option(
+    "--check",
+    "checks",
+    type=click.Choice(CHECKS + CHECKPOINT_CHECKS),
+    multiple=True,
+    help="Only this check (repeatable); format, logits and layers are those of checkpoints.",
+)
 @click.option("--prompt", type=click.IntRange(min=1), help="Only the prompt on this line of the file.")
 @click.option("--if-changed", is_flag=True, help="Show the last good verdict again if nothing has changed since.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON line at the end.")
@@ -60,8 +68,10 @@ def parity(
 
     Returns 0 if it does (rounding ties are shown and pass), 3 if a check found a fault, 1 if it could not be checked.
     """
-    if url and subject == "engines":
-        raise click.UsageError("--url says where a server is, but --subject engines does not check one")
+    if url and subject in ("engines", "checkpoint"):
+        raise click.UsageError(f"--url says where a server is, but --subject {subject} does not check one")
+    if subject and checks and not set(checks) & set(CHECKPOINT_CHECKS if subject == "checkpoint" else CHECKS):
+        raise click.UsageError(f"--check {checks[0]} is no check of --subject {subject}")
     if if_changed and (as_json or report):
         raise click.UsageError("--if-changed may show an earlier verdict, of which there is no report")
     given = {"num_prompts": num_prompts, "max_tokens": max_tokens, "prompts": prompts and prompts.resolve()}
@@ -76,16 +86,18 @@ def parity(
     from trtspec.parity.suite import Selection, run, server_url
 
     def reproduce(check: str, subject: str, number: int | None) -> str:
-        words = ["trtspec", "parity", str(config), "--subject", subject, "--check", check]
+        words = ["trtspec", "parity", str(config), "--subject", subject.split()[0], "--check", check]
         words += [] if number is None else ["--prompt", str(number)]
         words += ["--url", url] if url and subject == "server" else []
         return shlex.join([*words, *(word for override in overrides for word in ("--set", override))])
 
+    has_checkpoints = spec.engine.runtime == "tensorrt_llm"
     selection = Selection(
-        engines=subject in (None, "engines", "both"),
+        engines=subject in ("engines", "both") or (subject is None and not has_checkpoints),
         server=True if subject in ("server", "both") or url else None if subject is None else False,
+        checkpoint=subject == "checkpoint" or (subject is None and has_checkpoints and spec.engine.track == "engine"),
         url=url,
-        checks=checks or CHECKS,
+        checks=checks or CHECKS + CHECKPOINT_CHECKS,
         prompt=prompt,
     )
     checked = record.subject_of(spec, selection, server_url(spec, selection)) if if_changed else None

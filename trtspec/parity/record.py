@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trtspec.parity.suite import Selection
     from trtspec.spec.schema import Spec
 
-_CODE = ("parity", "decoding", "runtime", "models", "triton")
+_CODE = ("parity", "decoding", "runtime", "models", "triton", "trtllm")
 
 
 def subject_of(spec: Spec, selection: Selection, server: str | None) -> str:
@@ -29,7 +29,7 @@ def subject_of(spec: Spec, selection: Selection, server: str | None) -> str:
         selection: what of its parity section is run.
         server: address of the server that is checked too.
     """
-    built = [*(spec.engines_dir / role for role in spec.models), spec.model_repo_dir]
+    built = [*(spec.engines_dir / role for role in spec.models), spec.checkpoints_dir, spec.model_repo_dir]
     files = sorted(path for directory in built for path in directory.rglob("*") if path.is_file())
     return digest(
         {

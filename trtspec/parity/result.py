@@ -69,7 +69,7 @@ class Check:
     """One check of one subject.
 
     Attributes:
-        name: greedy, speculation, sampled or draws.
+        name: greedy, speculation, sampled or draws; of a checkpoint format, logits or layers.
         subject: what was checked.
         hypothesis: what is true if the check passes.
         verdict: the outcome.

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from trtspec.errors import TrtspecError
+from trtspec.models.mtp import module_prefixes
 from trtspec.models.source import ModelSource
 
 if TYPE_CHECKING:
@@ -39,6 +40,29 @@ class ReferenceSampler:
         with torch.inference_mode():
             output = self._model(input_ids=torch.tensor([[int(i) for i in ids]]), use_cache=False)
         return output.logits[0].numpy()
+
+    def trace(self, ids: Sequence[int] | NDArray[np.integer]) -> tuple[NDArray[np.float32], list[torch.Tensor]]:
+        """The logits [L, V] as `logits` gives them, and what goes into each decoder layer, float32 [1, L, hidden]."""
+        with torch.inference_mode():
+            output = self._model(
+                input_ids=torch.tensor([[int(i) for i in ids]]), use_cache=False, output_hidden_states=True
+            )
+        return output.logits[0].numpy(), list(output.hidden_states[:-1])
+
+    def continuation(
+        self, ids: Sequence[int] | NDArray[np.integer], max_new_tokens: int, end_ids: tuple[int, ...] = ()
+    ) -> list[int]:
+        """The greedy continuation, the end id that stopped it included; with a KV cache, as nothing is judged by it."""
+        text = torch.tensor([[int(i) for i in ids]])
+        new: list[int] = []
+        cache = None
+        with torch.inference_mode():
+            while len(new) < max_new_tokens and not set(new) & set(end_ids):
+                output = self._model(input_ids=text, past_key_values=cache, use_cache=True)
+                cache = output.past_key_values
+                new.append(int(output.logits[0, -1].argmax()))
+                text = torch.tensor([[new[-1]]])
+        return new
 
     def distribution(
         self, ids: Sequence[int] | NDArray[np.integer], sampling: SamplingParams, **rules: Any
@@ -145,7 +169,11 @@ def _transformers_model(source: ModelSource) -> torch.nn.Module:
     model, report = kind.from_pretrained(
         None,
         config=kind.config_class(**source.config.to_hf()),
-        state_dict={name: source.tensor(name).float() for name in source.tensor_names()},
+        state_dict={
+            name: source.tensor(name).float()
+            for name in source.tensor_names()
+            if not name.startswith(module_prefixes(source.config))  # modules that draft are no part of the model
+        },
         dtype=torch.float32,
         attn_implementation="eager",
         output_loading_info=True,
