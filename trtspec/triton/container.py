@@ -23,7 +23,7 @@ from trtspec.triton.compose import SERVICE, Composition, ContainerStatus, docker
 from trtspec.triton.launch import LLMAPI_MODEL, SAYS, UNARY_MODEL, LaunchFailed, probe
 from trtspec.triton.ports import require_free
 from trtspec.triton.server import PROBE_PROMPT, PROBE_TOKENS, ServerFailed, state_dir_of
-from trtspec.triton.server_state import ServerState, build_stamp, clean_up, read, running
+from trtspec.triton.server_state import ServerState, build_stamp, clean_up, read, require_not_running
 from trtspec.trtllm.host import Host, release_of_image
 from trtspec.trtllm.inspect import inspect
 from trtspec.trtllm.placement import check_placement, device_ids, mpi_world_size
@@ -100,16 +100,7 @@ class ContainerServer:
             TrtspecError: it is running already, a port is taken, or docker refuses.
         """
         self.state_dir.mkdir(parents=True, exist_ok=True)
-        earlier = running(self.state_dir)
-        if earlier is not None:
-            raise TrtspecError(
-                f"a server of this configuration is already running (gRPC on {earlier.grpc_url})",
-                where=earlier.model_repo,
-                fix="use it, or end it with trtspec stop CONFIG",
-            )
-        stale = read(self.state_dir)
-        if stale is not None:
-            clean_up(stale, self.state_dir)
+        require_not_running(self.state_dir)
         serving = self.serving
         ports = {
             "--http-port": serving.http_port,

@@ -37,7 +37,7 @@ from trtspec.triton.server_state import (
     clean_up,
     family,
     read,
-    running,
+    require_not_running,
 )
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class LocalServer:
             raise TrtspecError("no Triton model in this directory", where=str(self.model_repo), fix="run trtspec build")
         self.state_dir.mkdir(parents=True, exist_ok=True)
         with _only_starter(self.state_dir):
-            self._require_not_running()
+            require_not_running(self.state_dir)
             require_free(
                 self.host,
                 {
@@ -328,18 +328,6 @@ class LocalServer:
     def _running_process(self) -> subprocess.Popen[bytes]:
         assert self._process is not None, "start() comes first"
         return self._process
-
-    def _require_not_running(self) -> None:
-        state = running(self.state_dir)
-        if state is not None:
-            raise TrtspecError(
-                f"a server of this configuration is already running ({state.kept_by}, gRPC on {state.grpc_url})",
-                where=state.model_repo,
-                fix="use it, or end it with trtspec stop CONFIG",
-            )
-        stale = read(self.state_dir)
-        if stale is not None:
-            clean_up(stale, self.state_dir)
 
     def _ended(self) -> bool:
         """Whether the server has ended as somebody wished; raises ServerFailed if it ended otherwise."""

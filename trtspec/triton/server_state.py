@@ -155,6 +155,24 @@ def stop(state_dir: Path) -> ServerState | None:
     return state if was_alive else None
 
 
+def require_not_running(state_dir: Path) -> None:
+    """Refuse a second server of one directory, and clear away what is left of one that died.
+
+    Raises:
+        TrtspecError: it is running, or what is left of it cannot be removed.
+    """
+    state = running(state_dir)
+    if state is not None:
+        raise TrtspecError(
+            f"a server of this configuration is already running ({state.kept_by}, gRPC on {state.grpc_url})",
+            where=state.model_repo,
+            fix="use it, or end it with trtspec stop CONFIG",
+        )
+    stale = read(state_dir)
+    if stale is not None:
+        clean_up(stale, state_dir)
+
+
 def clean_up(state: ServerState, state_dir: Path) -> None:
     """Kill what is left of a server and remove its shared memory or its container, and its record.
 
