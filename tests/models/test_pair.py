@@ -55,6 +55,8 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
         result = CliRunner().invoke(main, ["check", "t.yaml"])
         lines = result.stdout.splitlines()
         assert (result.stderr, lines[0]) == ("", "support: accept")
+        if result.exit_code == 0:
+            assert lines.pop() == "plan: accept"
         return result.exit_code, lines[1:]
 
     return run
@@ -211,13 +213,28 @@ def test_both_drafts_of_a_cascade_are_checked(tmp_path: Path, monkeypatch: pytes
         "cascade: {middle: {model: middle}}}\n"
     )
     result = CliRunner().invoke(main, ["check", "t.yaml"])
-    assert result.exit_code == 1
+    assert result.exit_code == 0
     assert [line for line in result.stdout.splitlines() if not line.startswith(" ")] == [
-        "support: refuse",
+        "support: accept",
         "pair: big with middle middle: accept",
         "pair: big with draft small: accept",
+        "plan: accept",
     ]
-    assert "  t.yaml:3: speculation.method: method cascade is not built yet" in result.stdout
+
+
+def test_a_split_that_does_not_divide_the_model_is_refused_without_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_model(Path("big"), WORDS)
+    Path("t.yaml").write_text(
+        "version: 1\ntarget: {model: big, tensor_parallel: 3}\nspeculation: {method: none}\n"
+        "hardware: {gpu: H100-SXM, num_gpus: 4}\nengine: {runtime: tensorrt_llm}\n"
+    )
+    result = CliRunner().invoke(main, ["check", "t.yaml"])
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-2] == "plan: refuse"
+    assert "t.yaml:2: target.tensor_parallel" in result.stdout.splitlines()[-1]
 
 
 def test_without_a_draft_there_is_no_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +244,7 @@ def test_without_a_draft_there_is_no_pair(tmp_path: Path, monkeypatch: pytest.Mo
     result = CliRunner().invoke(main, ["check", "t.yaml"])
     assert (result.exit_code, result.output) == (
         0,
-        "support: accept\npair: method none has no draft model to compare with big\n",
+        "support: accept\npair: method none has no draft model to compare with big\nplan: accept\n",
     )
 
 

@@ -41,6 +41,15 @@ def build_graph(spec: Spec, *, compile: bool = True) -> Graph:
     return Graph(steps, spec.engines_dir.resolve(), gpus=min(spec.hardware.num_gpus, len(look().gpus)) if needed else 0)
 
 
+def check_plan(spec: Spec) -> None:
+    """Refuse a spec that a build would refuse before it converts or writes anything; reads no weights.
+
+    Raises:
+        TrtspecError: as `_Steps.planned`, or a model that cannot be opened.
+    """
+    _Steps(spec, compile=False).planned()
+
+
 class _Steps:
     """The steps of one spec; each method makes one of them."""
 
@@ -137,13 +146,7 @@ class _Steps:
         """Set each engine's limits and check that everything fits into memory."""
 
         def run(task: Task) -> dict[str, Any]:
-            configs = {role: self.sources.open(role).config for role in self.roles}
-            for role, config in configs.items():
-                for stage in self.stages:
-                    stage.check(self._job(role, {}), config, self.spec)
-            facts = limits.plan(self.spec, configs)
-            if self.on_llm_api:
-                facts["notes"] += llmapi.remarks(self.spec)
+            facts = self.planned()
             for note in facts["notes"]:
                 task.note(note)
             return facts
@@ -152,7 +155,7 @@ class _Steps:
             return {
                 **self._models(results),
                 **self._sections("target", "speculation", "hardware", "engine"),
-                "serving": self.spec.serving.model_dump(mode="json", include={"kv_cache_bytes", "max_concurrency"}),
+                "serving": self.spec.serving.model_dump(mode="json", exclude=_LAUNCH_ONLY),
                 "memory": limits.memory_bytes(),
             }
 
@@ -165,6 +168,22 @@ class _Steps:
             actions=lambda results: ["set the limits of the engines, add up weights and KV caches"],
             code=("build/limits.py", "spec/gpus.py", "trtllm", "build/runtimes"),
         )
+
+    def planned(self) -> dict[str, Any]:
+        """Limits and memory of the engines, as JSON, from the models' configs alone.
+
+        Raises:
+            TrtspecError: a model that cannot be converted or split as the spec says, settings that the runtime does not
+                have, or more memory than there is.
+        """
+        configs = {role: self.sources.open(role).config for role in self.roles}
+        for role, config in configs.items():
+            for stage in self.stages:
+                stage.check(self._job(role, {}), config, self.spec)
+        facts = limits.plan(self.spec, configs)
+        if self.on_llm_api:
+            facts["notes"] += llmapi.remarks(self.spec)
+        return facts
 
     def stage(self, stage: Stage, before: Stage | None, role: str) -> Step:
         """One stage on the way from the model of `role` to its engine."""

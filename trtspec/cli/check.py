@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from trtspec.cli.common import config_argument, load, set_option
-from trtspec.errors import EXIT_ERROR
-
-if TYPE_CHECKING:
-    from trtspec.spec.schema import Spec
+from trtspec.errors import EXIT_ERROR, TrtspecError
 
 _WORDS = {"accept": "accept", "accept_with_note": "accept, with a note", "refuse": "refuse"}
 
@@ -23,6 +19,7 @@ _WORDS = {"accept": "accept", "accept_with_note": "accept, with a note", "refuse
 def check(ctx: click.Context, config: Path, overrides: tuple[str, ...]) -> None:
     """Check that the models of CONFIG pair and that this release can build it. Exit code 1 if not."""
     from trtspec.build.sources import Sources
+    from trtspec.build.steps import check_plan
     from trtspec.models.pair import check_pair
     from trtspec.spec import rules
     from trtspec.trtllm import support
@@ -49,19 +46,12 @@ def check(ctx: click.Context, config: Path, overrides: tuple[str, ...]) -> None:
         for reason in outcome.reasons:
             click.echo(f"  {reason}")
     if not refused:
-        refused = _plan_is_refused(spec)
+        try:
+            check_plan(spec)
+        except TrtspecError as refusal:
+            refused = True
+            click.echo(f"plan: refuse\n  {refusal}")
+        else:
+            click.echo("plan: accept")
     if refused:
         ctx.exit(EXIT_ERROR)
-
-
-def _plan_is_refused(spec: Spec) -> bool:
-    """Print what the plan of a build says: splits that do not divide a model, memory, options of the compiler."""
-    from trtspec.build.graph import FAILED
-    from trtspec.build.steps import build_graph
-
-    for outcome in build_graph(spec, compile=False).preview(only="plan").outcomes:
-        if outcome.status == FAILED:
-            click.echo(f"{outcome.name}: refuse\n  {outcome.reason}")
-            return True
-    click.echo("plan: accept")
-    return False
