@@ -14,15 +14,23 @@ import pytest
 from decoding_doubles import TableEngine, distance, exact_law, fixed_model, table_model
 from scipy import stats
 
+from trtspec.decoding import cascade as cascade_module
+from trtspec.decoding import token_tree as token_tree_module
+from trtspec.decoding import tree as tree_module
 from trtspec.decoding import verify as verify_module
+from trtspec.decoding.cascade import Cascade
 from trtspec.decoding.cycle import Request, generate
 from trtspec.decoding.draft_target import DraftModel, Target
-from trtspec.decoding.engine_call import EngineRequest
+from trtspec.decoding.engine_call import EngineRequest, one_by_one
+from trtspec.decoding.generation import Generation
+from trtspec.decoding.ngram import NgramDrafter
 from trtspec.decoding.sampler import TokenSampler
 from trtspec.decoding.sampling import SamplingParams
-from trtspec.decoding.verify import Proposal, verify
+from trtspec.decoding.tree import PathsTarget, TreeDrafter, in_one_pass
+from trtspec.decoding.verify import NO_PROPOSAL, Proposal, Verification, verify
 
 DRAFT, TARGET = table_model(3, seed=0, scale=1.0), table_model(3, seed=17, scale=0.8)
+MIDDLE = table_model(3, seed=5, scale=0.9)
 FULL = SamplingParams(temperature=1.0)
 RULES = {
     "full": FULL,
@@ -46,7 +54,10 @@ RULES = {
 
 
 def output(request, draft, target, *, acceptance="auto"):
-    drafter = None if draft is None else DraftModel(draft, acceptance)
+    return drafted_output(request, None if draft is None else DraftModel(draft, acceptance), target)
+
+
+def drafted_output(request, drafter, target):
     *_, last = generate(request, drafter, Target(target))
     return tuple(last.generation.token_ids.tolist()), last.finish_reason
 
@@ -166,6 +177,237 @@ def test_plain_decoding_in_chunks_follows_the_target():
     target = table_model(4, seed=3)
     law = exact_law(lambda choices: output(request, None, TableEngine(target, uniforms=choices)))
     assert distance(law, target_law(request, target)) < 1e-6
+
+
+# ---- drafters other than a draft model
+
+
+def cascade_law(request, models, *, acceptance="auto", num_draft_tokens=1, make=None, target_options=None, **options):
+    """Of (draft, middle, target); `options` are those of the draft's and the middle model's `TableEngine`."""
+
+    def run(choices):
+        draft, middle = (TableEngine(model, uniforms=choices, **options) for model in models[:2])
+        target = TableEngine(models[2], uniforms=choices, **(target_options or {}))
+        if make is not None:
+            return drafted_output(request, make(draft, middle), target)
+        drafter = DraftModel(draft, acceptance)
+        return drafted_output(request, Cascade(drafter, middle, num_draft_tokens, acceptance=acceptance), target)
+
+    return exact_law(run)
+
+
+@pytest.mark.parametrize("acceptance", ["logits", "tokens"])
+@pytest.mark.parametrize("rule", RULES)
+def test_outputs_of_a_cascade_follow_the_target(rule, acceptance):
+    """Three levels of chance: the draft's draws, the middle model's verification, the target's."""
+    request = Request([1, 0, 2], 3, sampling=RULES[rule], num_draft_tokens=2)
+    law = cascade_law(request, (DRAFT, MIDDLE, TARGET), acceptance=acceptance)
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-9)
+    assert distance(law, target_law(request, TARGET)) < 1e-6
+
+
+def test_outputs_of_a_cascade_follow_the_target_when_the_middle_model_needs_several_passes():
+    """Three tokens to the target, made in one to three passes of the middle model, over two ids."""
+    request = Request([1, 0], 4, sampling=RULES["frequency"], num_draft_tokens=3)
+    models = [table_model(2, seed, scale=1.2) for seed in (1, 2, 3)]
+    law = cascade_law(request, models, num_draft_tokens=2)
+    assert distance(law, target_law(request, models[2])) < 1e-6
+
+
+@pytest.mark.parametrize("hides_end_id", [False, True], ids=["shows end id", "hides end id"])
+@pytest.mark.parametrize("acceptance", ["auto", "tokens"])
+@pytest.mark.parametrize("end_ids", [(2,), (2, 0)], ids=["one end id", "two end ids"])
+@pytest.mark.parametrize("min_tokens", [0, 1, 2])
+def test_outputs_of_a_cascade_follow_the_target_with_end_ids(end_ids, min_tokens, acceptance, hides_end_id):
+    """An end id is banned at both inner levels, whichever level hides it."""
+    request = Request(
+        [1, 2, 0], 3, min_tokens=min_tokens, sampling=FULL, num_draft_tokens=2, end_ids=end_ids, bad_words=((1, 1),)
+    )
+    models = [table_model(4 if len(end_ids) > 1 else 3, seed=seed) for seed in (7, 8, 9)]
+    options = {"hides_end_id": hides_end_id}
+    law = cascade_law(request, models, acceptance=acceptance, target_options=options, **options)
+    assert distance(law, target_law(request, models[2])) < 1e-6
+
+
+def test_outputs_of_a_cascade_follow_the_target_with_bias_and_bans():
+    request = Request(
+        [1],
+        3,
+        sampling=SamplingParams(temperature=0.7, presence_penalty=0.4),
+        num_draft_tokens=2,
+        embedding_bias=np.array([0.5, -1.0, 2.0], dtype=np.float32),
+        bad_words=((0,), (2, 2)),
+    )
+    models = [table_model(3, seed=seed) for seed in (1, 2, 3)]
+    assert distance(cascade_law(request, models), target_law(request, models[2])) < 1e-6
+
+
+@pytest.mark.parametrize("broken", ["draft", "middle"])
+@pytest.mark.parametrize("call", [1, 2])
+def test_outputs_of_a_cascade_follow_the_target_when_a_level_fails(broken, call):
+    """One call raises. What the middle model drew before in the same cycle is still proposed: whether there is a second
+    call depends on it, and without it the proposals that reach the target would not be distributed as declared."""
+    request = Request([1, 0, 2], 3, sampling=FULL, num_draft_tokens=2)
+
+    def run(choices):
+        fails = {broken: lambda number: RuntimeError("down") if number == call else None}
+        models = {"draft": DRAFT, "middle": MIDDLE, "target": TARGET}
+        engines = {
+            role: TableEngine(model, uniforms=choices, fails=fails.get(role, lambda number: None))
+            for role, model in models.items()
+        }
+        return drafted_output(request, Cascade(DraftModel(engines["draft"]), engines["middle"], 1), engines["target"])
+
+    assert distance(exact_law(run), target_law(request, TARGET)) < 1e-6
+
+
+def test_outputs_of_a_cascade_over_a_look_up_follow_the_target():
+    """The drafter of the middle model may be any drafter; here its q is one-hot."""
+    request = Request([1, 0, 1, 0], 3, sampling=RULES["everything"], num_draft_tokens=2)
+    law = cascade_law(request, (DRAFT, MIDDLE, TARGET), make=lambda draft, middle: Cascade(NgramDrafter(2), middle, 1))
+    assert distance(law, target_law(request, TARGET)) < 1e-6
+
+
+def ngram_law(request, target_model, drafter=None, **options):
+    drafter = drafter or NgramDrafter(3)
+    return exact_law(
+        lambda choices: drafted_output(request, drafter, TableEngine(target_model, uniforms=choices, **options))
+    )
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 3])
+@pytest.mark.parametrize("rule", RULES)
+def test_outputs_of_a_look_up_follow_the_target(rule, num_draft_tokens):
+    """Looked-up tokens come without logits: q is one-hot, whatever the sampling rule is."""
+    request = Request([1, 0, 2, 1, 0], 4, sampling=RULES[rule], num_draft_tokens=num_draft_tokens)
+    assert distance(ngram_law(request, TARGET), target_law(request, TARGET)) < 1e-6
+
+
+@pytest.mark.parametrize("hides_end_id", [False, True], ids=["shows end id", "hides end id"])
+@pytest.mark.parametrize("end_ids", [(2,), (2, 0)], ids=["one end id", "two end ids"])
+@pytest.mark.parametrize("min_tokens", [0, 2])
+def test_outputs_of_a_look_up_follow_the_target_with_end_ids(end_ids, min_tokens, hides_end_id):
+    """The prompt holds end ids, so the look-up proposes them too."""
+    request = Request(
+        [1, 2, 0, 1], 4, min_tokens=min_tokens, sampling=FULL, num_draft_tokens=3, end_ids=end_ids, bad_words=((1, 1),)
+    )
+    target = table_model(4, seed=8)
+    assert distance(ngram_law(request, target, hides_end_id=hides_end_id), target_law(request, target)) < 1e-6
+
+
+# ---- token trees: one tree, then plain decoding, so that short outputs see all of it
+
+
+def tree_law(request, branching, models=(DRAFT, TARGET), *, acceptance="auto", by_paths=False, make=None, **options):
+    """`options` are those of the target's `TableEngine`. By paths: every call draws for itself."""
+
+    def run(choices):
+        draft, target = TableEngine(models[0]), TableEngine(models[1], uniforms=choices, **options)
+        make_drafter = make or TreeDrafter
+        drafter = make_drafter(in_one_pass(draft), branching, acceptance, uniforms=lambda seed: choices)
+        verifier = PathsTarget(target, one_by_one(target)) if by_paths else Target(target)
+        generation = Generation(replace(request, num_draft_tokens=int(sum(np.cumprod(branching)))))
+        proposal = drafter.propose(generation, len(branching))
+        while generation.finish_reason is None:
+            generation.commit(proposal, verifier.verify(generation, proposal))
+            proposal = NO_PROPOSAL
+        return tuple(generation.token_ids.tolist()), generation.finish_reason
+
+    return exact_law(run)
+
+
+KINDS = {  # how trees are drafted and verified
+    "drawn": {"acceptance": "auto"},
+    "chosen": {"acceptance": "tokens"},
+    "path by path": {"acceptance": "tokens", "by_paths": True},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("rule", "branching"),
+    [*((rule, (2, 1)) for rule in RULES), ("full", (2,)), ("temperature", (3,)), ("frequency", (1, 2))],
+    ids=str,
+)
+def test_outputs_of_a_tree_follow_the_target(rule, branching, kind):
+    request = Request([1, 0, 2], len(branching) + 1, sampling=RULES[rule], plain_chunk_tokens=1)
+    law = tree_law(request, branching, **KINDS[kind])
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-9)
+    assert distance(law, target_law(request, TARGET)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("rule", "kind"),
+    [("top_k", "drawn"), ("top_p", "drawn"), ("full", "chosen"), ("everything", "chosen"), ("top_k", "path by path")],
+)
+def test_outputs_of_a_tree_that_branches_twice_follow_the_target(rule, kind):
+    request = Request([1, 0, 2], 3, sampling=RULES[rule], plain_chunk_tokens=1)
+    assert distance(tree_law(request, (2, 2), **KINDS[kind]), target_law(request, TARGET)) < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocab_sizes", [(3, 4), (4, 3), (2, 5)], ids=str)
+def test_outputs_of_a_tree_follow_the_target_with_vocabularies_of_other_sizes(vocab_sizes, kind):
+    models = [table_model(size, seed) for seed, size in enumerate(vocab_sizes)]
+    request = Request([1, 0], 2, sampling=FULL, plain_chunk_tokens=1)
+    assert distance(tree_law(request, (3,), models, **KINDS[kind]), target_law(request, models[1])) < 1e-6
+
+
+@pytest.mark.parametrize("hides_end_id", [False, True], ids=["shows end id", "hides end id"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("min_tokens", [0, 1, 2])
+def test_outputs_of_a_tree_follow_the_target_with_an_end_id(min_tokens, kind, hides_end_id):
+    """It is a node like others, with nothing below it."""
+    request = Request(
+        [1, 2, 0], 3, min_tokens=min_tokens, sampling=FULL, end_ids=(2,), bad_words=((1, 1),), plain_chunk_tokens=1
+    )
+    models = [table_model(3, seed=seed) for seed in (7, 8)]
+    law = tree_law(request, (2, 1), models, hides_end_id=hides_end_id, **KINDS[kind])
+    assert distance(law, target_law(request, models[1])) < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_of_a_tree_follow_the_target_with_bias_and_bans(kind):
+    request = Request(
+        [1],
+        3,
+        sampling=SamplingParams(temperature=0.7, presence_penalty=0.4),
+        embedding_bias=np.array([0.5, -1.0, 2.0], dtype=np.float32),
+        bad_words=((0,), (2, 2)),
+        plain_chunk_tokens=1,
+    )
+    law = tree_law(request, (2, 2), **KINDS[kind])
+    assert distance(law, target_law(request, TARGET)) < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("end_ids", "min_tokens", "vocab_size", "branching"),
+    [((1,), 0, 2, (2, 1, 1)), ((1, 0), 0, 3, (2, 1)), ((1, 0), 1, 3, (2, 1)), ((1, 0), 2, 3, (2, 1))],
+    ids=str,
+)
+def test_outputs_of_one_tree_after_another_follow_the_target(kind, end_ids, min_tokens, vocab_size, branching):
+    """The whole cycle: trees as deep as there is room for."""
+    request = Request(
+        [1, 0],
+        len(branching) + 1,
+        min_tokens=min_tokens,
+        sampling=RULES["frequency"],
+        num_draft_tokens=5,
+        end_ids=end_ids,
+    )
+    models = [table_model(vocab_size, seed, scale=1.2) for seed in (1, 2)]
+    acceptance, by_paths = KINDS[kind]["acceptance"], kind == "path by path"
+
+    def run(choices):
+        draft, target = TableEngine(models[0]), TableEngine(models[1], uniforms=choices)
+        drafter = TreeDrafter(in_one_pass(draft), branching, acceptance, uniforms=lambda seed: choices)
+        verifier = PathsTarget(target, one_by_one(target)) if by_paths else Target(target)
+        *_, last = generate(request, drafter, verifier)
+        assert last.generation.draft_error is None
+        return tuple(last.generation.token_ids.tolist()), last.finish_reason
+
+    assert distance(exact_law(run), target_law(request, models[1])) < 1e-6
 
 
 # ---- planted breakages: the test above must see each of them
@@ -300,6 +542,134 @@ def test_a_proposal_that_leaks_a_hidden_end_id_is_seen():
     assert distance(speculative_law(request, draft, target, hides_end_id=True), target_law(request, target)) < 1e-6
 
 
+def cascade_of_the_drafts_logits(draft, middle):
+    """The middle model's tokens are declared as drawn from the draft's distribution."""
+
+    def lying(request):
+        result = middle(request)
+        context, rows = request.input_ids.tolist(), []
+        for token in result.output_ids.tolist():
+            rows.append(DRAFT(tuple(context)))
+            context.append(token)
+        return replace(result, generation_logits=np.array(rows))
+
+    return Cascade(DraftModel(draft), lying, 1)
+
+
+def cascade_that_may_end(draft, middle):
+    """The middle model may draw the end id, and a shorter proposal says that it did."""
+
+    class Leaky(Cascade):
+        def propose(self, generation, num_draft_tokens):
+            request = EngineRequest(generation.context, num_draft_tokens, FULL, end_id=0, return_generation_logits=True)
+            result = middle(request)
+            return Proposal(result.output_ids, result.generation_logits)
+
+    return Leaky(DraftModel(draft), middle, 1)
+
+
+def test_a_cascade_that_breaks_the_rule_is_seen():
+    request = Request([1, 0, 2], 3, sampling=FULL, num_draft_tokens=2, end_ids=(0,))
+    models, right = (DRAFT, MIDDLE, TARGET), target_law(request, TARGET)
+    assert distance(cascade_law(request, models, hides_end_id=True), right) < 1e-6
+    lying = cascade_law(request, models, make=cascade_of_the_drafts_logits)
+    assert distance(lying, right) > 0.01
+    leaky = cascade_law(request, models, make=cascade_that_may_end, hides_end_id=True)
+    assert distance(leaky, right) > 0.01
+    # the inner verification accepts everything: the tokens are the draft's, declared as the middle model's
+    careless = cascade_law(request, models, verify_call=broken(accept_always))
+    assert distance(careless, right) > 0.01
+
+
+def test_a_look_up_declared_as_drawn_is_seen():
+    class WithLogits(NgramDrafter):
+        def propose(self, generation, num_draft_tokens):
+            tokens = super().propose(generation, num_draft_tokens).tokens
+            return Proposal(tokens, np.zeros((len(tokens), 4), dtype=np.float32))
+
+    request = Request([0, 0], 2, sampling=FULL, num_draft_tokens=1)
+    target = fixed_model([0.6, 0.2, 0.1, 0.1])
+    assert distance(ngram_law(request, target), target_law(request, target)) < 1e-6
+    assert distance(ngram_law(request, target, WithLogits()), target_law(request, target)) > 0.05
+
+
+def eldest_by_id(node_logits, branching, acceptance, uniforms):
+    """Siblings in the order of their ids, not in that of their draws."""
+
+    class Sorted(TreeDrafter):
+        def propose(self, generation, num_draft_tokens):
+            proposal = super().propose(generation, num_draft_tokens)
+            return replace(proposal, tokens=np.sort(proposal.tokens))
+
+    return Sorted(node_logits, branching, acceptance, uniforms=uniforms)
+
+
+def likeliest_as_drawn(node_logits, branching, acceptance, uniforms):
+    """The likeliest tokens, handed over with logits as if they had been drawn."""
+
+    class Lying(TreeDrafter):
+        def propose(self, generation, num_draft_tokens):
+            chosen = TreeDrafter(node_logits, branching, "tokens").propose(generation, num_draft_tokens)
+            return replace(chosen, logits=super().propose(generation, num_draft_tokens).logits)
+
+    return Lying(node_logits, branching, acceptance, uniforms=uniforms)
+
+
+TREE_BREAKAGES = {
+    "accepts always": ("keeps_draft", lambda *args: True),
+    "no residual": ("residual", lambda p, q: p),
+    "q keeps the elder siblings": ("without", lambda q, token: q),
+}
+
+
+@pytest.mark.parametrize("name", TREE_BREAKAGES)
+def test_a_broken_rule_for_trees_is_seen(monkeypatch, name):
+    request = Request([1, 0, 2], 2, sampling=FULL, plain_chunk_tokens=1)
+    models = [fixed_model([0.7, 0.2, 0.05, 0.05]), fixed_model([0.1, 0.5, 0.2, 0.2])]
+    right = target_law(request, models[1])
+    assert distance(tree_law(request, (2,), models), right) < 1e-6
+    where, wrong = TREE_BREAKAGES[name]
+    monkeypatch.setattr(token_tree_module, where, wrong)
+    assert distance(tree_law(request, (2,), models), right) > 0.05
+
+
+@pytest.mark.parametrize("make", [eldest_by_id, likeliest_as_drawn])
+def test_a_tree_that_was_not_drawn_as_declared_is_seen(make):
+    request = Request([1, 0, 2], 2, sampling=FULL, plain_chunk_tokens=1)
+    assert distance(tree_law(request, (2,), make=make), target_law(request, TARGET)) > 0.01
+
+
+def test_taking_the_longest_path_is_seen(monkeypatch):
+    """Of calls that draw for themselves, the one that got farthest: what the draft says would come too often."""
+
+    def longest(tree, paths, results, with_log_probs):
+        tokens = max((tuple(result.output_ids.tolist()) for result in results), key=len)
+        return Verification(tokens, len(tokens) - 1)
+
+    request = Request([1, 0, 2], 3, sampling=FULL, plain_chunk_tokens=1)
+    right = target_law(request, TARGET)
+    assert distance(tree_law(request, (2, 1), **KINDS["path by path"]), right) < 1e-6
+    monkeypatch.setattr(tree_module, "_joined", longest)
+    assert distance(tree_law(request, (2, 1), **KINDS["path by path"]), right) > 0.01
+
+
+def test_a_path_that_drew_something_else_before_is_seen(monkeypatch):
+    """The own token of the first path leads to another one, whose tokens are taken though its call did not get there:
+    its own token is then drawn after another text."""
+
+    def unchecked(tree, paths, results, with_log_probs):
+        first = results[0].output_ids.tolist()
+        nodes = tree.follow(first)
+        if len(nodes) == len(first):
+            other = next(index for index, path in enumerate(paths) if nodes[-1] in path)
+            first += results[other].output_ids.tolist()[-1:]
+        return Verification(tuple(first), len(first) - 1)
+
+    request = Request([1, 0, 2], 3, sampling=FULL, plain_chunk_tokens=1)
+    monkeypatch.setattr(tree_module, "_joined", unchecked)
+    assert distance(tree_law(request, (2,), **KINDS["path by path"]), target_law(request, TARGET)) > 0.01
+
+
 # ---- with real random numbers
 
 NUM_SAMPLES = 800
@@ -360,3 +730,26 @@ def test_one_seed_for_every_cycle_is_seen():
     plain = replace(STATISTICAL, num_draft_tokens=0, plain_chunk_tokens=1)
     assert chi_square(plain, target, restarted) < 1e-12
     assert chi_square(plain, target, lambda r: output(r, None, TableEngine(target))) > 1e-4
+
+
+def test_sampled_outputs_of_a_cascade_follow_the_target(monkeypatch):
+    """H0: two-token outputs over 4 ids follow the target's law (16 cells); real seeds and uniforms, one seed a request.
+
+    800 outputs, fixed seeds, false-alarm rate 1e-4. Power: when the middle model draws with the numbers that the
+    target uses at the same position, more than a tenth of the probability is in the wrong place, and the same
+    statistics say so.
+    """
+    draft, middle, target = (
+        fixed_model([0.7, 0.1, 0.1, 0.1]),
+        fixed_model([0.5, 0.1, 0.2, 0.2]),
+        fixed_model([0.02, 0.02, 0.48, 0.48]),
+    )
+    request = Request([0], 2, sampling=FULL, num_draft_tokens=2)
+
+    def run(request):
+        drafter = Cascade(DraftModel(TableEngine(draft)), TableEngine(middle), 1)
+        return drafted_output(request, drafter, TableEngine(target))
+
+    assert chi_square(request, target, run) > 1e-4
+    monkeypatch.setattr(cascade_module, "derive_seed", lambda seed, position, stream: seed)
+    assert chi_square(request, target, run) < 1e-12

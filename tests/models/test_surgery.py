@@ -53,5 +53,7 @@ def test_every_depth_has_its_own_fingerprint(tiny_model_dir: Path) -> None:
 
 @pytest.mark.parametrize("layers", [0, 2, 3])
 def test_it_must_be_shorter_than_the_model(tiny_model_dir: Path, layers: int) -> None:
-    with pytest.raises(TrtspecError, match=rf"after layer {layers} of 2; expected 1 to 1 layers"):
+    with pytest.raises(
+        TrtspecError, match=rf"the first {layers} of 2 layers are no smaller model; expected 1 to 1 layers"
+    ):
         truncated(open_model(str(tiny_model_dir)), layers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,14 +18,24 @@ from tritonclient.utils import InferenceServerException
 
 PROMPTS = ["Hello", "abcabcabc abcabc", "def f(x):\n    return", "0123456789" * 12]
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "top_k": 50}
-SETTINGS = {"ngram": {"max_ngram": 2, "window": 100}, "cascade": {"num_draft_tokens": 2}}
+SETTINGS = {
+    "ngram": {"max_ngram": 2, "window": 100},
+    "cascade": {"num_draft_tokens": 2},
+    "tree": {"branching": (2, 1)},
+}
 SECTIONS = {
     "ngram": "ngram: {max_ngram: 2, window: 100}",
     "early_exit": "early_exit: {layer: 1}",
+    "tree": "draft: {model: ./target-model, dtype: float32}, tree: {branching: [2, 1]}",
     "cascade": "draft: {model: ./target-model, dtype: float32}, "
     "cascade: {num_draft_tokens: 2, middle: {model: ./draft-model, dtype: float32}}",
 }
-MODELS = {"cascade": "tensorrt_llm_bls", "ngram": "bls_ngram", "early_exit": "bls_early_exit"}
+MODELS = {
+    "cascade": "tensorrt_llm_bls",
+    "ngram": "bls_ngram",
+    "early_exit": "bls_early_exit",
+    "tree": "bls_tree",
+}
 END_IDS = (257, 258)
 
 
@@ -51,7 +62,12 @@ def built(pair: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Si
             f"speculation: {{method: {method}, num_draft_tokens: 4, {section}}}\n"
             "engine: {max_batch_size: 8, max_input_len: 256, max_seq_len: 512, max_draft_len: 5}\n"
         )
-        roles = {"ngram": ("target",), "early_exit": ("target", "draft"), "cascade": ("target", "middle", "draft")}
+        roles = {
+            "ngram": ("target",),
+            "early_exit": ("target", "draft"),
+            "tree": ("target", "draft"),
+            "cascade": ("target", "middle", "draft"),
+        }
         repositories[method] = pair.write(
             root / method,
             spec=load_spec(spec),
@@ -149,7 +165,8 @@ def test_the_server_says_what_the_same_drafter_says_in_process(
             end_ids=END_IDS,
             num_draft_tokens=4,
         )
-        acceptance = "tokens" if "use_draft_logits" in settings else "auto"
+        # A server's engines take chains: the paths of a tree are accepted by equality.
+        acceptance = "tokens" if "use_draft_logits" in settings or method == "tree" else "auto"
         own = SETTINGS.get(method)
         blocks = list(speculate(method, runtimes, request, acceptance=acceptance, settings=own))
         served = ask(prompt, method, seed=seed, **settings)
@@ -159,7 +176,8 @@ def test_the_server_says_what_the_same_drafter_says_in_process(
 
 def test_a_cascade_calls_three_engines_and_a_look_up_one(ask) -> None:
     names = ("tensorrt_llm", "tensorrt_llm_middle", "tensorrt_llm_draft")
-    for method, used in (("cascade", names), ("ngram", names[:1]), ("early_exit", (names[0], names[2]))):
+    two = (names[0], names[2])
+    for method, used in (("cascade", names), ("ngram", names[:1]), ("early_exit", two), ("tree", two)):
         before = {name: ask.calls(name) for name in names}
         ask(PROMPTS[1], method)
         assert tuple(name for name in names if ask.calls(name) > before[name]) == used
@@ -178,6 +196,41 @@ def test_end_ids_and_a_minimum_length(ask, method: str) -> None:
 def test_draft_logits_of_a_look_up_are_refused(ask) -> None:
     with pytest.raises(InferenceServerException, match="use_draft_logits is true; method ngram has none"):
         ask("Hello", "ngram", use_draft_logits=True, **SAMPLED)
+
+
+def test_the_paths_of_a_tree_are_calls_of_their_own(ask) -> None:
+    """Two leaves: two calls of the target in a cycle; of the draft one for the context and one for the second child."""
+    before = {name: ask.calls(name) for name in ("tensorrt_llm", "tensorrt_llm_draft")}
+    answer = ask("Hello", "tree", max_tokens=5, seed=1, **SAMPLED)
+    cycles = len(answer.blocks)
+    sizes = answer.last["total_draft_tokens"]
+    assert sizes >= 4 and cycles >= 2  # the first tree is whole: four nodes
+    assert ask.calls("tensorrt_llm") - before["tensorrt_llm"] > cycles
+    assert ask.calls("tensorrt_llm_draft") - before["tensorrt_llm_draft"] > 1
+
+
+def test_sampled_text_of_a_tree_is_that_of_plain_decoding(ask) -> None:
+    """All calls draw with the same random numbers, so own tokens in other paths are gone on with, and nothing else."""
+    accepted = longest = 0
+    for seed in range(6):
+        grown, plain = (ask("Hello", "tree", num_draft_tokens=n, seed=seed, **SAMPLED) for n in (4, 0))
+        assert grown.ids == plain.ids
+        accepted += grown.last["total_accepted_draft_tokens"]
+        longest = max(longest, *(len(block) for block in grown.blocks))
+    assert accepted > 0 and longest == 3
+
+
+def test_trees_of_several_requests_at_once(ask) -> None:
+    """More calls than the engines take in one batch, and each request gets its own answers."""
+    plain = [ask(prompt, "tree", num_draft_tokens=0).ids for prompt in PROMPTS * 2]
+    with ThreadPoolExecutor(len(plain)) as threads:
+        grown = list(threads.map(lambda prompt: ask(prompt, "tree").ids, PROMPTS * 2))
+    assert grown == plain
+
+
+def test_draft_logits_of_a_tree_are_refused(ask) -> None:
+    with pytest.raises(InferenceServerException, match="use_draft_logits is true; the paths of a tree are accepted by"):
+        ask("Hello", "tree", use_draft_logits=True, **SAMPLED)
 
 
 @pytest.mark.parametrize("method", MODELS)

@@ -39,14 +39,17 @@ class Sources:
     def _opened(self, role: str) -> ModelSource:
         from trtspec.models.source import open_model
 
-        early_exit = self._spec.speculation.early_exit
-        if role == "draft" and self._spec.speculation.method == "early_exit" and early_exit:
-            from trtspec.models.surgery import truncated
-
-            return truncated(self.open("target"), early_exit.layer)
         ref = self._spec.models[role]
-        target = None if role == "target" else self.open("target")
-        return open_model(ref.model, gguf_file=ref.gguf_file, base_dir=self._spec.base_dir, target=target)
+        if role == "draft" and self._spec.speculation.method == "early_exit":
+            source = self.open("target")
+        else:
+            target = None if role == "target" else self.open("target")
+            source = open_model(ref.model, gguf_file=ref.gguf_file, base_dir=self._spec.base_dir, target=target)
+        if ref.num_layers is None:
+            return source
+        from trtspec.models.surgery import truncated
+
+        return truncated(source, ref.num_layers)
 
     def heads(self) -> Path | None:
         """Directory of the weights that the method adds to the target; None: it adds none.
@@ -75,7 +78,12 @@ class Sources:
         A hub name has no files here; it counts as unchanged while the name stays.
         """
         listings = {
-            role: {"model": ref.model, "gguf_file": ref.gguf_file, "files": _files(self._directory(ref.model))}
+            role: {
+                "model": ref.model,
+                "gguf_file": ref.gguf_file,
+                "num_layers": ref.num_layers,
+                "files": _files(self._directory(ref.model)),
+            }
             for role, ref in self._spec.models.items()
         }
         heads = self._spec.speculation.heads

@@ -65,7 +65,10 @@ class Drafter(Protocol):
     """Whatever proposes: a draft model, heads, an early exit, an n-gram table, a cascade."""
 
     def propose(self, generation: Generation, num_draft_tokens: int) -> Proposal:
-        """At most `num_draft_tokens` tokens to follow `generation.context`; none is allowed."""
+        """At most `num_draft_tokens` tokens to follow `generation.context`, one after another; none is allowed.
+
+        A token tree may have more nodes than that, up to `generation.node_room`.
+        """
 
     def learn(self, verification: Verification) -> None:
         """What became of the last proposal; also called after a cycle without one."""
@@ -100,8 +103,8 @@ def propose(generation: Generation, drafter: Drafter) -> Proposal:
         return NO_PROPOSAL
     try:
         proposal = drafter.propose(generation, room)
-        if len(proposal.tokens) > room:
-            raise ValueError(f"the drafter proposed {len(proposal.tokens)} tokens where {room} were asked for")
+        if proposal.depth > room:
+            raise ValueError(f"the drafter proposed {proposal.depth} tokens where {room} were asked for")
     except Cancelled:
         raise
     except Exception as error:

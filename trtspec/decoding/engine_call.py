@@ -6,7 +6,7 @@ or a model behind Triton. This module knows neither; deadlines, retries and tran
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +28,8 @@ class EngineRequest:
     """One call of an engine: generate after `input_ids`, or verify `draft_tokens` in one pass.
 
     A verification call sets `draft_tokens` (length k) and `max_new_tokens` = k + 1; it is answered by the accepted
-    drafts and one token of the engine's own, or fewer when an end id comes first.
+    drafts and one token of the engine's own, or fewer when an end id comes first. With `draft_parents` the draft tokens
+    are a tree, of which one path is accepted; the engines of the C++ backend take chains only.
     """
 
     input_ids: NDArray[np.int32]  # [L], the whole context: prompt and everything emitted so far
@@ -40,6 +41,7 @@ class EngineRequest:
     embedding_bias: NDArray[np.float32] | None = None  # [V], added to the logits
     draft_tokens: NDArray[np.int32] | None = None  # [k]
     draft_logits: NDArray[np.float32] | None = None  # [k, V], as the draft model gave them, nothing applied
+    draft_parents: NDArray[np.int32] | None = None  # [k], see `token_tree.TokenTree`; None: each follows the one before
     min_new_tokens: int = 0  # `end_id` has probability 0 before that many new tokens
     return_generation_logits: bool = False
     return_log_probs: bool = False
@@ -50,7 +52,8 @@ class EngineResult:
     """The answer to an `EngineRequest`."""
 
     output_ids: NDArray[np.int32]  # [n], new tokens only; an end id or stop sequence that ended the call is the last
-    generation_logits: NDArray[np.float32] | None = None  # [n, V], as the model gave them, nothing applied
+    # [n, V], as the model gave them, nothing applied; of a tree [k + 1, V]: after the context, and after each node
+    generation_logits: NDArray[np.float32] | None = None
     log_probs: NDArray[np.float32] | None = None  # [n], natural logarithm
     num_draft_tokens: int = 0  # of a verification call
     num_accepted: int = 0  # of a verification call
@@ -59,3 +62,11 @@ class EngineResult:
 
 EngineCall = Callable[[EngineRequest], EngineResult]
 """Runs one request to its end. Raises whatever the transport raises: time-outs, broken connections, EngineError."""
+
+EngineCalls = Callable[[Sequence[EngineRequest]], list[EngineResult]]
+"""Runs several requests of one generation, at the same time where the transport can; answers in their order."""
+
+
+def one_by_one(call: EngineCall) -> EngineCalls:
+    """`call` for several requests, one after the other."""
+    return lambda requests: [call(request) for request in requests]

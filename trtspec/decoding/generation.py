@@ -102,6 +102,19 @@ class Generation:
             self.request.num_draft_tokens, self._length, self._cycle_limit, self.request.draft_context
         )
 
+    @property
+    def node_room(self) -> int:
+        """Nodes of a token tree that the next cycle has room for: each takes a position, accepted or not.
+
+        How many of them may follow each other is `draft_room`: only accepted ones count for the length of the answer.
+        """
+        request, room = self.request, self.request.num_draft_tokens if self.draft_room else 0
+        if request.target_context is not None:
+            room = min(room, request.target_context - self._length - 1)
+        if request.draft_context is not None:
+            room = min(room, request.draft_context - self._length)
+        return room
+
     def num_new_tokens(self, num_drafted: int) -> int:
         """Tokens to ask of the target in the next call, given the number of draft tokens it will verify.
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .engine_call import EngineRequest
-from .sampling import Uniforms, log_probability, most_likely, probabilities, processed_logits
+from .sampling import Uniforms, likeliest, log_probability, most_likely, probabilities, processed_logits
 
 
 class TokenSampler:
@@ -38,6 +38,10 @@ class TokenSampler:
     def probabilities(self, logits: NDArray[np.floating]) -> NDArray[np.float64]:
         """The distribution [V] at the current position that logits [V] stand for under the request's rule."""
         return probabilities(self._processed(logits), self._request.sampling)
+
+    def likeliest(self, logits: NDArray[np.floating], count: int) -> list[int]:
+        """The `count` likeliest tokens at the current position, the likeliest first; fewer when the rest is banned."""
+        return likeliest(self._processed(logits), count)
 
     def log_probability(self, logits: NDArray[np.floating], token: int) -> float:
         """Logarithm of the token's probability at the current position, before top-k, top-p and min-p."""

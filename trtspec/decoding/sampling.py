@@ -183,6 +183,18 @@ def most_likely(processed: NDArray[np.floating]) -> int:
     return token
 
 
+def likeliest(processed: NDArray[np.floating], count: int) -> list[int]:
+    """The ids with the `count` largest logits, the largest first, of equal ones the lowest; banned ones left out.
+
+    Raises:
+        ValueError: as `most_likely`.
+    """
+    most_likely(processed)
+    ids = _largest(processed, min(count, len(processed)))
+    ids = ids[np.argsort(-processed[ids], kind="stable")]
+    return ids[processed[ids] > -np.inf].tolist()
+
+
 _NO_DISTRIBUTION = "logits: no distribution (a NaN or infinite logit, or every id banned)"
 
 
@@ -285,17 +297,17 @@ class Uniforms:
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
-    def accepts(self, position: int, probability: float) -> bool:
-        """True with this probability: is the draft token at `position` accepted?"""
-        return self.at(position, "accept") < probability
+    def accepts(self, position: int, probability: float, attempt: int = 0) -> bool:
+        """True with this probability: is the draft token at `position` accepted? `attempt` counts those tried there."""
+        return self.at(position, "accept", attempt) < probability
 
     def draw(self, position: int, probs: NDArray[np.float64]) -> int:
         """A token for `position` from the distribution `probs` [V]."""
         return sample(probs, self.at(position, "token"))
 
-    def at(self, position: int, lane: str) -> float:
+    def at(self, position: int, lane: str, attempt: int = 0) -> float:
         """Uniform on [0, 1) with 53 bits; `position` counts from the start of the call."""
-        mixed = _mix(_mix((self._seed + position) & _MASK64) ^ _LANES[lane])
+        mixed = _mix(_mix((self._seed + position) & _MASK64) ^ ((_LANES[lane] + attempt) & _MASK64))
         return (mixed >> 11) * 2.0**-53
 
 

@@ -29,12 +29,25 @@ class Proposal:
 
     tokens: NDArray[np.int32]  # [k]
     logits: NDArray[np.float32] | None = None  # [k, V], as the model gave them, nothing applied
+    parents: NDArray[np.int32] | None = (
+        None  # [k], of a token tree, see `token_tree`; None: each follows the one before
+    )
 
     def __post_init__(self) -> None:
         if len(self.tokens) and np.min(self.tokens) < 0:
             raise ValueError(f"proposal: {np.min(self.tokens)} is not a token id")
         if self.logits is not None and len(self.logits) != len(self.tokens):
             raise ValueError(f"proposal: {len(self.logits)} rows of logits for {len(self.tokens)} tokens")
+
+    @property
+    def depth(self) -> int:
+        """Most tokens that follow each other."""
+        if self.parents is None:
+            return len(self.tokens)
+        depths = [0]  # of the context, then of each node
+        for parent in self.parents.tolist():
+            depths.append(depths[parent + 1] + 1)
+        return max(depths)
 
 
 NO_PROPOSAL = Proposal(np.empty(0, dtype=np.int32))
@@ -115,15 +128,28 @@ def accept_or_resample(
         position: of the token in the call.
         uniforms: random numbers.
     """
+    if keeps_draft(draft, p, q, position, uniforms):
+        return draft
+    return uniforms.draw(position, residual(p, q))
+
+
+def keeps_draft(
+    draft: int, p: NDArray[np.float64], q: NDArray[np.float64], position: int, uniforms: Uniforms, attempt: int = 0
+) -> bool:
+    """Whether the draft token is accepted: with min(1, p / q). `attempt` counts what was tried before it here."""
     p_draft = p[draft] if draft < len(p) else 0.0
     q_draft = q[draft] if draft < len(q) else 0.0
     # q <= p: the draft model says this token too seldom, always accept. q > p: too often, accept with p / q.
     # Either way min(p, q) of the token's probability comes from accepted drafts.
-    if p_draft > 0.0 and (q_draft <= p_draft or uniforms.accepts(position, p_draft / q_draft)):
-        return draft
+    return bool(p_draft > 0.0 and (q_draft <= p_draft or uniforms.accepts(position, p_draft / q_draft, attempt)))
+
+
+def residual(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[V], the distribution to go on with after a rejection."""
     # What is missing to p is max(0, p - q), and exactly its sum of drafts was rejected.
-    residual = p.copy()
+    missing = p.copy()
     shared = min(len(p), len(q))
-    residual[:shared] -= q[:shared]
-    np.maximum(residual, 0.0, out=residual)
-    return uniforms.draw(position, residual if residual.any() else p)
+    missing[:shared] -= q[:shared]
+    np.maximum(missing, 0.0, out=missing)
+    total = missing.sum()
+    return missing / total if total > 0.0 else p  # p equals q up to rounding

@@ -27,15 +27,20 @@ def truncated(source: ModelSource, num_layers: int) -> ModelSource:
     return _Truncated(source, num_layers)
 
 
+def truncated_fingerprint(whole: str, num_layers: int) -> str:
+    """Fingerprint of the first `num_layers` layers of the model with the fingerprint `whole`."""
+    return hashlib.sha256(f"{whole}\nfirst {num_layers} layers".encode()).hexdigest()
+
+
 class _Truncated(ModelSource):
     def __init__(self, source: ModelSource, num_layers: int) -> None:
         layers = source.config.num_hidden_layers
         if not 1 <= num_layers < layers:
             raise TrtspecError(
-                f"an early exit after layer {num_layers} of {layers}",
+                f"the first {num_layers} of {layers} layers are no smaller model",
                 where=source.name,
                 expected=f"1 to {layers - 1} layers",
-                fix=f"set speculation.early_exit.layer to at most {layers - 1}",
+                fix=f"set early_exit.layer, or the model's num_layers, to at most {layers - 1}",
             )
         self.whole, self.num_layers = source, num_layers
         self.name, self.path = f"{source.name} (first {num_layers} of {layers} layers)", source.path
@@ -60,7 +65,7 @@ class _Truncated(ModelSource):
         return self.whole.tokenizer_json()
 
     def fingerprint(self) -> str:
-        return hashlib.sha256(f"{self.whole.fingerprint()}\nfirst {self.num_layers} layers".encode()).hexdigest()
+        return truncated_fingerprint(self.whole.fingerprint(), self.num_layers)
 
     def check(self) -> None:
         self.whole.check()
