@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import random
+import re
 import resource
 import shutil
 import signal
@@ -281,12 +282,61 @@ def test_dry_run_does_not_download(project: Project, monkeypatch: pytest.MonkeyP
     assert set(statuses(preview).values()) == {"would run"}
 
 
-def test_a_method_that_is_not_built_yet_is_refused(project: Project) -> None:
-    project.content["speculation"] |= {"method": "tree"}
+def test_a_method_that_is_not_built_yet_is_refused(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a release that lacks its row."""
+    monkeypatch.setattr("trtspec.trtllm.support.BUILT", {("draft_target", "engine", "torch")})
+    project.content["speculation"] = {"method": "mtp"}
+    project.write()
+    assert "does not build method mtp for runtime torch yet" in project.refuse()
+    assert not project.engines.exists()
+
+
+def test_a_tree(project: Project) -> None:
+    """The target verifies all nodes, the draft takes those that have children; the server is told the branching."""
+    from trtspec.build.limits import build_config
+    from trtspec.spec.load import load_spec
+
+    project.content["speculation"] |= {"method": "tree", "tree": {"branching": [3, 2, 1]}}
     del project.content["speculation"]["num_draft_tokens"]
     project.write()
-    assert "does not build method tree for runtime torch yet" in project.refuse()
-    assert not project.engines.exists()
+    project.build()
+    limits = {
+        role: json.loads((project.engines / role / "config.json").read_text())["build_config"]["max_draft_len"]
+        for role in ("target", "draft")
+    }
+    assert limits == {"target": 3 + 6 + 6, "draft": 3 + 6}
+    compiled = load_spec(project.config, ("engine.runtime=tensorrt_llm", "hardware.gpu=H100-SXM"))
+    assert build_config(compiled, "draft", None)["max_draft_len"] == 0  # engines of TensorRT-LLM take no trees
+    config = (project.model_repo / "tensorrt_llm_bls" / "config.pbtxt").read_text()
+    values = dict(re.findall(r'key: "(\w+)"\s+value \{\s+string_value: "([^"]*)"', config))
+    assert (values["tree_branching"], values["acceptance"], values["num_draft_tokens"]) == ("3,2,1", "tokens", "15")
+
+
+def test_the_first_layers_of_a_model(project: Project) -> None:
+    """A middle model cut out of the target; another number of layers builds it, and only it, again."""
+    from trtspec.runtime.engine import EngineConfig
+
+    speculation = project.content["speculation"]
+    middle = project.content["target"] | {"num_layers": 1}
+    speculation |= {"method": "cascade", "cascade": {"middle": middle}}
+    project.write()
+    project.build()
+
+    def layers(role: str) -> int:
+        return EngineConfig.load(project.engines / role).model.num_hidden_layers
+
+    whole = layers("target")
+    assert whole > 1 and layers("middle") == 1
+    speculation["cascade"]["middle"] = project.content["target"] | {"num_layers": whole}
+    project.write()
+    message = project.refuse()
+    assert f"the first {whole} of {whole} layers are no smaller model" in message
+    assert f"the model's num_layers, to at most {whole - 1}" in message
+    speculation["cascade"]["middle"] = project.content["target"]
+    project.write()
+    again = ran(project.build())
+    assert "engine:middle" in again and "engine:target" not in again and "engine:draft" not in again
+    assert layers("middle") == whole
 
 
 def test_only(project: Project) -> None:

@@ -70,6 +70,15 @@ def test_a_shared_beginning_is_copied_and_the_other_conversation_kept() -> None:
     assert run(cache, row(1, 2, 3, 9, 9), 20) == 4
 
 
+def test_a_conversation_that_repeats_an_older_one_is_copied_once() -> None:
+    """The older one holds more of every input, but only by the last token, which is computed again anyway."""
+    cache = PrefixCache(new_cache, 100 * BLOCK * BYTES, BLOCK)
+    run(cache, row(1, 2, 3, 4, 5, 6), 20)
+    for length in (3, 4, 5, 6):
+        assert run(cache, row(1, 2, 3, 4, 5, 6)[:length], 20) == length - 1
+    assert cache.statistics.copies == 1
+
+
 def test_what_is_generated_beyond_the_common_part_is_forgotten() -> None:
     """A draft's sequence holds its own proposal; the next request goes on after what the target accepted of it."""
     cache = PrefixCache(new_cache, 100 * BLOCK * BYTES, BLOCK)

@@ -20,6 +20,11 @@ EXAMPLES = sorted(path.name for path in CONFIGS.glob("*.yaml"))
 # file -> (method, gpu, number of GPUs, track)
 CLAIMS = {
     "quickstart.yaml": ("draft_target", "cpu", 1, "engine"),
+    "quickstart-medusa.yaml": ("medusa", "cpu", 1, "engine"),
+    "quickstart-tree.yaml": ("tree", "cpu", 1, "engine"),
+    "quickstart-ngram.yaml": ("ngram", "cpu", 1, "engine"),
+    "quickstart-early-exit.yaml": ("early_exit", "cpu", 1, "engine"),
+    "quickstart-cascade.yaml": ("cascade", "cpu", 1, "engine"),
     "llama-3.1-70b-draft-8b-h100.yaml": ("draft_target", "H100-SXM", 4, "engine"),
     "llama-3.1-70b-draft-1b-h100.yaml": ("draft_target", "H100-SXM", 2, "engine"),
     "llama-3.1-8b-medusa-a100.yaml": ("medusa", "A100-80GB", 1, "engine"),
@@ -61,15 +66,22 @@ def test_an_example_can_be_built(name: str) -> None:
     require_buildable(load_spec(CONFIGS / name))
 
 
-def test_the_quickstart_names_the_installed_model() -> None:
-    spec = load_spec(CONFIGS / "quickstart.yaml")
-    package = find_spec(spec.target.model.removeprefix("package:"))
-    assert package and package.origin and spec.target.gguf_file
-    assert (Path(package.origin).parent / spec.target.gguf_file).is_file()
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name.startswith("quickstart")])
+def test_a_quickstart_needs_no_download(name: str) -> None:
+    """Its models are in the installed package or beside the file."""
+    spec = load_spec(CONFIGS / name)
+    assert spec.target.gguf_file
+    for model in spec.models.values():
+        if model.gguf_file:
+            package = find_spec(model.model.removeprefix("package:"))
+            assert package and package.origin
+            assert (Path(package.origin).parent / model.gguf_file).is_file()
+        else:
+            assert (CONFIGS / model.model / "config.json").is_file()
     assert {model.dtype for model in spec.models.values()} == {"float32"}
 
 
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "quickstart.yaml"])
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if not name.startswith("quickstart")])
 def test_an_example_fits_its_gpus(name: str) -> None:
     """Weights and a full KV cache for max_batch_size sequences leave at least a fifth of every GPU free."""
     spec = load_spec(CONFIGS / name)

@@ -103,7 +103,8 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         "write 15",
     ),
     "MTP modules": (
-        spec_of("mtp", speculation={"mtp": {"num_modules": 2}, "num_draft_tokens": 3}),
+        spec_of("mtp", speculation={"mtp": {"num_modules": 2}, "num_draft_tokens": 3}, hardware=H100["hardware"])
+        | {"engine": {"runtime": "tensorrt_llm", "track": "llmapi"}},
         "speculation.num_draft_tokens: 3 does not fit 2 MTP modules; remove this key, or write 2",
     ),
     "a tree without a parent": (
@@ -126,6 +127,20 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "a SpecInfer tree with too many nodes": (
         spec_of("tree", speculation=DRAFT | {"tree": {"branching": [8, 8, 8]}}),
         "speculation.tree.branching: the tree has 584 nodes, more than 256; use fewer children or levels",
+    ),
+    "a tree that is accepted by logits": (
+        spec_of("tree", speculation=DRAFT | {"acceptance": "logits"}),
+        "speculation.acceptance: the server verifies a tree path by path and accepts by equality, not by logits; use "
+        "acceptance: auto, or tokens",
+    ),
+    "a tree from a draft without logits": (
+        spec_of("tree", speculation=DRAFT | {"acceptance": "tokens"}, engine={"gather_generation_logits": False}),
+        "engine.gather_generation_logits: the draft engine cannot return the logits that a tree grows from; use true",
+    ),
+    "a target of fewer layers": (
+        spec_of("none", target={"model": "big", "num_layers": 4}),
+        "target.num_layers: the target is what the output is measured by, and is not cut; remove this key; a draft or "
+        "middle model may have it",
     ),
     "draft logits that the engine cannot return": (
         spec_of(

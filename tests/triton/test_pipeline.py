@@ -66,17 +66,20 @@ class Triton:
 
     engines: dict[str, Engine]
     calls: list[tuple[str, dict[str, np.ndarray]]] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)  # of these calls
     log: list[str] = field(default_factory=list)
 
     def module(self) -> types.ModuleType:
         triton = self
 
         class InferenceRequest:
-            def __init__(self, *, model_name: str, inputs: list[Tensor], **_: object) -> None:
+            def __init__(self, *, model_name: str, request_id: str, inputs: list[Tensor], **_: object) -> None:
                 self.model, self.inputs = model_name, {tensor.name(): tensor.as_numpy() for tensor in inputs}
+                self.id = request_id
 
             def exec(self) -> InferenceResponse:
                 triton.calls.append((self.model, self.inputs))
+                triton.ids.append(self.id)
                 try:
                     outputs = triton.engines[self.model](self.inputs)
                 except TritonError as error:
@@ -389,6 +392,7 @@ def test_logits_of_a_smaller_vocabulary_are_filled_up(pipeline) -> None:
         ({"method": "trees"}, "parameter method is 'trees'; expected one of none, draft_target, early_exit, ngram"),
         ({"method": "cascade"}, "parameter tensorrt_llm_middle_model_name is missing from config.pbtxt"),
         ({"method": "ngram", "ngram_max_ngram": "0"}, "parameter ngram_max_ngram is 0; expected 1 or more"),
+        ({"method": "tree", "tree_branching": "2,x"}, "parameter tree_branching is 2,x; expected whole numbers"),
         ({"without": "method"}, "parameter method is missing from config.pbtxt"),
         ({"without": "tensorrt_llm_draft_model_name"}, "parameter tensorrt_llm_draft_model_name is missing"),
         ({"logits_dtype": "BF16"}, "parameter logits_dtype is 'BF16'; expected FP32 or FP16"),
@@ -494,6 +498,67 @@ def test_a_level_of_a_cascade_that_fails_is_left_out(pipeline, broken: str, call
     assert any(f"without drafts: tensorrt_llm_{broken}: out of order" in line for line in triton.log)
     verified = [sent for name, sent in triton.calls if name == "tensorrt_llm" and "draft_input_ids" in sent]
     assert bool(verified) == (broken == "draft")
+
+
+TREE = {"method": "tree", "tree_branching": "2,1", "num_draft_tokens": "4", "acceptance": "tokens"}
+
+
+def preferring(first: int, second: int) -> Engine:
+    """Writes `first`; its logits have `second` in the second place."""
+
+    def engine(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        outputs = with_logits(answering(first))(inputs)
+        outputs["generation_logits"][..., first] = 2.0
+        outputs["generation_logits"][..., second] = 1.0
+        return outputs
+
+    return engine
+
+
+def test_the_paths_of_a_tree_are_under_way_at_the_same_time(pipeline) -> None:
+    meeting = threading.Barrier(2, timeout=10)
+
+    def target(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        meeting.wait()  # for the other path
+        return answering(A)(inputs)
+
+    model, triton = pipeline(target, preferring(A, A + 1), **TREE)
+    request = ask(model)
+    assert text(request) == b"a" * 12
+    verified = [sent["draft_input_ids"][0].tolist() for name, sent in triton.calls if name == "tensorrt_llm"]
+    assert sorted(verified) == [[A, A]] * 4 + [[A + 1, A]] * 4
+    ids = [call_id for call_id, (name, _) in zip(triton.ids, triton.calls, strict=True) if name == "tensorrt_llm"]
+    assert {ids.count(call_id) for call_id in ids} == {4} and len(set(ids)) == 2  # two calls of a cycle are not one
+    drafted = [sent["input_ids"].shape[1] for name, sent in triton.calls if name == "tensorrt_llm_draft"]
+    assert len(drafted) == 8 and drafted[1] == drafted[0] + 1  # behind the context, and behind the second child
+
+
+def test_an_own_token_in_another_path_of_a_tree_is_gone_on_with(pipeline) -> None:
+    model, triton = pipeline(answering(A + 1), preferring(A, A + 1), **TREE)
+    request = ask(model)
+    assert text(request) == b"b" * 12
+    # the second path begins with b; behind it the draft wants a, so the target's own token ends the cycle
+    assert sum(name == "tensorrt_llm" for name, _ in triton.calls) == 2 * 6
+
+
+@pytest.mark.parametrize("path", [A, A + 1])
+def test_a_path_that_fails_ends_the_request(pipeline, path: int) -> None:
+    def target(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if inputs["draft_input_ids"][0, 0] == path:
+            raise TritonError("out of order", TritonError.INTERNAL)
+        return answering(A)(inputs)
+
+    model, _ = pipeline(target, preferring(A, A + 1), **TREE)
+    request = ask(model)
+    assert finals(request) == [True]
+    error = request.sent[0][0].error()
+    assert (error.code, error.message()) == (TritonError.UNAVAILABLE, "tensorrt_llm: out of order")
+
+
+def test_a_draft_that_cannot_grow_a_tree_is_left_out(pipeline) -> None:
+    model, triton = pipeline(answering(A), answering(A), draft_rest_s="0", **TREE)
+    assert text(ask(model)) == b"a" * 12
+    assert any("without drafts: tensorrt_llm_draft answered without generation_logits" in line for line in triton.log)
 
 
 def test_float16_logits_go_and_come_as_float16(pipeline) -> None:

@@ -6,6 +6,7 @@ Knows the spec and the sizes of the models. Does not know speed.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from trtspec.build.machine import memory_bytes
@@ -106,8 +107,11 @@ def weight_bytes(spec: Spec, role: str, model: ModelConfig) -> int:
     """Bytes of a decoder's weights: embedding and head (one where tied), attention, gated MLP times experts."""
     ref = spec.models[role]
     attention = 2 * model.head_size * (model.num_attention_heads + model.num_key_value_heads)
-    mlp = 3 * model.intermediate_size * max(model.num_experts, 1)
-    layers = model.num_hidden_layers * model.hidden_size * (attention + mlp)
+    mlp = 3 * model.intermediate_size
+    if model.num_experts:
+        expert = model.moe_intermediate_size or model.intermediate_size
+        mlp = 3 * (model.num_experts * expert + model.shared_expert_intermediate_size)
+    layers = _with_modules(spec, role, model).num_hidden_layers * model.hidden_size * (attention + mlp)
     vocabulary = model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
     return (layers * _WEIGHT_BITS.get(ref.quantization, _BITS[ref.dtype]) + vocabulary * _BITS[ref.dtype]) // 8
 
@@ -119,7 +123,7 @@ def kv_cache_bytes(spec: Spec, role: str, model: ModelConfig, max_seq_len: int) 
         TrtspecError: it cannot hold one sequence of `max_seq_len` tokens.
     """
     ref = spec.models[role]
-    longest = kv_bytes_per_token(ref, model) * max_seq_len
+    longest = kv_bytes_per_token(ref, _with_modules(spec, role, model)) * max_seq_len
     given: int | None = getattr(spec.serving.kv_cache_bytes, role)
     if given is None:
         return longest * spec.serving.max_concurrency
@@ -131,6 +135,13 @@ def kv_cache_bytes(spec: Spec, role: str, model: ModelConfig, max_seq_len: int) 
             fix="raise it or lower engine.max_seq_len",
         )
     return given
+
+
+def _with_modules(spec: Spec, role: str, model: ModelConfig) -> ModelConfig:
+    """The model as its engine holds it: modules that draft inside a torch engine are further layers."""
+    if spec.engine.runtime != "torch" or spec.speculation.method != "mtp" or role != "target":
+        return model
+    return replace(model, num_hidden_layers=model.num_hidden_layers + model.num_nextn_predict_layers)
 
 
 def _max_draft_len(spec: Spec, role: str) -> int:

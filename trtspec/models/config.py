@@ -15,6 +15,8 @@ from trtspec.errors import TrtspecError
 # Families whose config leaves a switch out because the model class hard-codes it.
 _ATTN_BIAS_FAMILIES = {"qwen2", "qwen2_moe"}
 _QK_NORM_FAMILIES = {"qwen3", "qwen3_moe"}
+# Families whose experts' shares are left as they are unless the config says otherwise.
+_UNNORMALISED_EXPERTS = {"qwen2_moe", "qwen3_moe"}
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -46,6 +48,10 @@ class ModelConfig:
     pad_token_id: int | None
     num_experts: int = 0
     num_experts_per_token: int = 0
+    moe_intermediate_size: int = 0  # of one expert; 0: intermediate_size
+    shared_expert_intermediate_size: int = 0  # of the expert that every token goes through; 0: there is none
+    norm_topk_prob: bool = True  # whether the shares of a token's experts add up to 1
+    num_dense_mlp_layers: int = 0  # layers without experts in a mixture of experts
     num_nextn_predict_layers: int = 0
 
     @classmethod
@@ -69,6 +75,9 @@ class ModelConfig:
         kind = (rope or {}).get("rope_type", (rope or {}).get("type", "default"))
         dtype = str(config.get("torch_dtype") or config.get("dtype") or "float32").removeprefix("torch.")
         generation = generation_config or {}
+        num_experts = int(
+            config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
+        )
         bias = bool(config.get("attention_bias", config.get("qkv_bias", model_type in _ATTN_BIAS_FAMILIES)))
         return cls(
             architecture=str((config.get("architectures") or [_class_name(model_type)])[0]),
@@ -93,10 +102,12 @@ class ModelConfig:
             bos_token_id=_first(config.get("bos_token_id", generation.get("bos_token_id"))),
             eos_token_ids=_ids(config.get("eos_token_id"), generation.get("eos_token_id")),
             pad_token_id=_first(config.get("pad_token_id", generation.get("pad_token_id"))),
-            num_experts=int(
-                config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
-            ),
+            num_experts=num_experts,
             num_experts_per_token=int(config.get("num_experts_per_tok") or 0),
+            moe_intermediate_size=int(config.get("moe_intermediate_size") or 0),
+            shared_expert_intermediate_size=int(config.get("shared_expert_intermediate_size") or 0),
+            norm_topk_prob=bool(config.get("norm_topk_prob", model_type not in _UNNORMALISED_EXPERTS)),
+            num_dense_mlp_layers=_num_dense_mlp_layers(config) if num_experts else 0,
             num_nextn_predict_layers=int(config.get("num_nextn_predict_layers") or 0),
         )
 
@@ -126,10 +137,21 @@ class ModelConfig:
             "pad_token_id": self.pad_token_id,
         }
         if self.num_experts:
-            config |= {"num_local_experts": self.num_experts, "num_experts_per_tok": self.num_experts_per_token}
+            count = "num_experts" if self.model_type in _UNNORMALISED_EXPERTS else "num_local_experts"
+            config |= {count: self.num_experts, "num_experts_per_tok": self.num_experts_per_token}
+        if self.moe_intermediate_size:
+            config |= {"moe_intermediate_size": self.moe_intermediate_size, "norm_topk_prob": self.norm_topk_prob}
+        if self.shared_expert_intermediate_size:
+            config |= {"shared_expert_intermediate_size": self.shared_expert_intermediate_size}
         if self.num_nextn_predict_layers:
             config["num_nextn_predict_layers"] = self.num_nextn_predict_layers
         return config
+
+
+def _num_dense_mlp_layers(config: Mapping[str, Any]) -> int:
+    """Layers that a mixture of experts leaves dense: named ones, and all but every n-th."""
+    named, step = config.get("mlp_only_layers") or (), int(config.get("decoder_sparse_step") or 1)
+    return sum(layer in named or (layer + 1) % step != 0 for layer in range(_positive(config, "num_hidden_layers")))
 
 
 def _positive(config: Mapping[str, Any], key: str) -> int:

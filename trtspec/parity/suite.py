@@ -264,7 +264,8 @@ class Workbench:
     ) -> Trial:
         """What the checks share; loads the reference."""
         parity, target, method = self._spec.parity, self._configs["target"], self._method
-        num_draft_tokens = parity.num_draft_tokens
+        given = parity.num_draft_tokens
+        num_draft_tokens = self._spec.default_num_draft_tokens if given is None else given
         yardstick = Yardstick(
             target=self._reference(),
             draft=EngineLogits(self._configs[method.engines[0]]) if method and method.engines else None,
@@ -278,7 +279,7 @@ class Workbench:
             yardstick=yardstick,
             cases=tuple(self.case(prompt) for prompt in prompts),
             max_tokens=parity.max_tokens,
-            num_draft_tokens=self._spec.default_num_draft_tokens if num_draft_tokens is None else num_draft_tokens,
+            num_draft_tokens=num_draft_tokens if method else 0,  # an engine that drafts by itself is not told how much
             samplings=(
                 SamplingParams(temperature=1.0),
                 SamplingParams(temperature=parity.temperature, top_k=parity.top_k, top_p=parity.top_p),

@@ -10,8 +10,9 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -232,6 +233,7 @@ def write_torch_engine(
     role: str,
     build_config: dict[str, Any],
     stamp: dict[str, Any],
+    extra: Mapping[str, Callable[[], torch.Tensor]] | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> EngineConfig:
     """Write an engine directory for the torch runtime, one tensor at a time; a directory in its place is replaced.
@@ -243,6 +245,8 @@ def write_torch_engine(
         role: target, middle or draft.
         build_config: limits under TensorRT-LLM's names; those left out get the model's or TensorRT-LLM's values.
         stamp: added to our section of config.json; its `version` becomes the engine's version (default `torch`).
+        extra: tensors behind the model's own, by name, each with what reads it: heads or modules that draft. The
+            `speculation` section of the stamp says how they are used.
         progress: called with the fraction that is done.
 
     Raises:
@@ -275,7 +279,7 @@ def write_torch_engine(
         for leftover in (temporary, replaced):  # of a build that was killed
             shutil.rmtree(leftover, ignore_errors=True)
         temporary.mkdir(parents=True)
-        _write_weights(source, temporary / WEIGHTS, dtype, progress or (lambda fraction: None))
+        _write_weights(source, temporary / WEIGHTS, dtype, extra or {}, progress or (lambda fraction: None))
         (temporary / CONFIG).write_text(json.dumps(config.to_json(), indent=2) + "\n", encoding="utf-8")
         if out_dir.exists():
             os.replace(out_dir, replaced)
@@ -515,7 +519,13 @@ def _check_weights(path: Path) -> None:
         ) from error
 
 
-def _write_weights(source: ModelSource, path: Path, dtype: str, progress: Callable[[float], None]) -> None:
+def _write_weights(
+    source: ModelSource,
+    path: Path,
+    dtype: str,
+    extra: Mapping[str, Callable[[], torch.Tensor]],
+    progress: Callable[[float], None],
+) -> None:
     """A safetensors file, written tensor by tensor.
 
     Its header stands before the data but is known after them, so room is left for it; the format lets it end in spaces.
@@ -523,13 +533,14 @@ def _write_weights(source: ModelSource, path: Path, dtype: str, progress: Callab
     import torch
 
     model, reduced = source.config, "d2t" in source.tensor_names()
-    total = sum(1 for _ in _stored(model, lambda name: torch.empty(1), reduced))
+    total = sum(1 for _ in _stored(model, lambda name: torch.empty(1), reduced)) + len(extra)
     room = -(-total * _HEADER_BYTES // _ALIGNMENT) * _ALIGNMENT
     header: dict[str, Any] = {}
     offset = 0
     with open(path, "wb") as file:
         file.seek(room)
-        for name, tensor in _stored(model, source.tensor, reduced):
+        behind = ((name, read()) for name, read in extra.items())
+        for name, tensor in chain(_stored(model, source.tensor, reduced), behind):
             if tensor.is_floating_point():
                 tensor = tensor.to(getattr(torch, dtype))
             size = file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -10,11 +10,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from trtspec.errors import TrtspecError
 from trtspec.runtime.llama import KVCache
 
 BLOCK = 256  # a sequence's capacity is a multiple of so many positions, so that a conversation grows rarely
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Tokens whose keys and values of the first layers alone are in a cache, behind a sequence.
+
+    Attributes:
+        tokens: int32 [n].
+        states: [n, hidden], what came out of those layers.
+        num_layers: how many layers.
+    """
+
+    tokens: np.ndarray
+    states: torch.Tensor
+    num_layers: int
 
 
 class Sequence:
@@ -24,6 +40,9 @@ class Sequence:
         tokens: int32 [capacity], valid up to `length`.
         length: positions whose keys and values are in `cache`.
         input_length: length of the input of the last request; what stands behind it was generated.
+        drafter_length: tokens that a drafter with layers of its own behind the model's has seen.
+        begun: tokens behind `length` that only the first layers have seen.
+        last_state: a length, and the hidden state [hidden] of the last of so many tokens; what heads draft from.
     """
 
     def __init__(self, cache: KVCache) -> None:
@@ -31,12 +50,23 @@ class Sequence:
         self.tokens = np.empty(cache.capacity, dtype=np.int32)
         self.length = 0
         self.input_length = 0
+        self.drafter_length = 0
+        self.begun: Begun | None = None
+        self.last_state: tuple[int, torch.Tensor] | None = None
         self.in_use = False
 
     def append(self, ids: np.ndarray) -> None:
         """Note that the keys and values of `ids` int32 [n] now follow."""
         self.tokens[self.length : self.length + len(ids)] = ids
         self.length += len(ids)
+        self.begun = self.last_state = None
+
+    def keep(self, places: list[int], ids: np.ndarray) -> None:
+        """Append `ids` int32 [n], whose keys and values stand `places` [n] (rising) positions behind `length`."""
+        end = self.length + len(ids)
+        for store in (self.cache.k, self.cache.v):
+            store[:, :, :, self.length : end] = store[:, :, :, [self.length + place for place in places]]
+        self.append(ids)
 
     def common_prefix(self, ids: np.ndarray, more_than: int = 0) -> int:
         """How many leading tokens of `ids` int32 [L] this sequence holds; 0 when not more than `more_than`."""
@@ -54,6 +84,7 @@ class Sequence:
             ours[:, :, :, :length] = theirs[:, :, :, :length]
         self.tokens[:length] = source.tokens[:length]
         self.length = length
+        self.drafter_length = min(length, source.drafter_length)
 
 
 @dataclass
@@ -105,31 +136,34 @@ class PrefixCache:
         Returns:
             The sequence, marked as in use until `release`; None when those in use leave no room for it.
         """
-        source, shared = self._longest_prefix(ids)
-        goes_on = source is not None and shared >= source.input_length
+        # Without the last one: of two sequences that hold the rest, the later one goes on, and nothing is copied.
+        source, shared = self._longest_prefix(ids[:-1])
+        goes_on = source is not None and shared >= source.input_length - 1
         capacity = min(-(-positions // BLOCK) * BLOCK, self.max_positions)
         in_place = source is not None and not source.in_use and source.cache.capacity >= positions
-        reused = min(shared, len(ids) - 1)
         if source is not None and in_place and goes_on:
             sequence = source
         elif self._make_room(capacity, keep=source):
             sequence = self._add(capacity)
             if source is not None:
-                sequence.copy_prefix(source, reused)
+                sequence.copy_prefix(source, shared)
                 self.statistics.copies += 1
                 if goes_on and not source.in_use:
                     self._remove(source)
         elif source is not None and in_place:  # no room beside it: that conversation gives way
             sequence = source
         elif self._make_room(capacity, keep=None):
-            sequence, reused = self._add(capacity), 0
+            sequence, shared = self._add(capacity), 0
         else:
             return None
-        sequence.length, sequence.input_length, sequence.in_use = reused, len(ids), True
+        if shared < sequence.length:
+            sequence.length, sequence.begun = shared, None
+        sequence.drafter_length = min(sequence.drafter_length, shared)
+        sequence.input_length, sequence.in_use = len(ids), True
         self._sequences.remove(sequence)
         self._sequences.append(sequence)
-        self.statistics.reused_tokens += reused
-        self.statistics.computed_tokens += len(ids) - reused
+        self.statistics.reused_tokens += shared
+        self.statistics.computed_tokens += len(ids) - shared
         return sequence
 
     def release(self, sequence: Sequence) -> None:
@@ -137,9 +171,9 @@ class PrefixCache:
         sequence.in_use = False
 
     def _longest_prefix(self, ids: np.ndarray) -> tuple[Sequence | None, int]:
-        """The sequence that shares the most leading tokens with `ids`, the latest one of several; and how many."""
+        """The sequence that shares the most leading tokens with `ids`, of several the latest idle one; and how many."""
         found, shared = None, 0
-        for sequence in reversed(self._sequences):
+        for sequence in sorted(reversed(self._sequences), key=lambda each: each.in_use):
             if length := sequence.common_prefix(ids, more_than=shared):
                 found, shared = sequence, length
         return found, shared

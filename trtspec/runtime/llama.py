@@ -1,4 +1,5 @@
-"""A lean decoder for the Llama family (Llama, Mistral, Qwen2, Qwen3) over TensorRT-LLM's tensor names and layout.
+"""A lean decoder for the Llama family (Llama, Mistral, Mixtral, Qwen2, Qwen3, their mixtures of experts) over
+TensorRT-LLM's names and layout.
 
 Knows tensors, a static KV cache and one forward pass. Does not know files, tokenizers, sampling or requests.
 The weights are used as they are given (no copies, no stacking), so memory-mapped files stay shared by processes.
@@ -16,7 +17,8 @@ from trtspec.errors import TrtspecError
 from trtspec.models.config import ModelConfig
 from trtspec.models.source import ModelSource
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_EXPERT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *_EXPERT_FAMILIES)
 _FEW_ROWS = 16
 
 
@@ -61,26 +63,34 @@ class Llama:
         config: sizes and switches of the model.
         weights: tensors under TensorRT-LLM names, see `to_trtllm`; with `d2t` [n] the head has n rows, and row i
             stands for target id `i + d2t[i]` (the offsets of an EAGLE-3 head).
+            A head of more than vocab_size rows is padded: the rows behind stand for no token.
         device: where the forward pass runs; weights elsewhere are moved there.
+        activations: what a quantised engine does to the input of a layer (given it, and the number of the expert in a
+            stack), see `ExecutableWeights`.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Mapping[str, torch.Tensor], device: str | torch.device = "cpu"
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, torch.Tensor],
+        device: str | torch.device = "cpu",
+        activations: Mapping[str, Callable[[torch.Tensor, int | None], torch.Tensor]] | None = None,
     ) -> None:
         check_family(config)
         self.config = config
         self.device = torch.device(device)
         self.weights = {name: tensor.to(self.device) for name, tensor in weights.items()}
+        self.activations = dict(activations or {})
         self.dtype = self.weights["transformer.ln_f.weight"].dtype
         self._cos, self._sin = (table.to(self.device, self.dtype) for table in rope_table(config))
         d2t = self.weights.get("d2t")
         # head_ids: [rows of the head], the vocabulary id of each row, where the head is a reduced one
         self.head_ids = None if d2t is None else d2t.long() + torch.arange(len(d2t), device=self.device)
 
-    def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """An empty cache for `batch` rows of `capacity` positions."""
+    def new_cache(self, batch: int, capacity: int, extra_layers: int = 0) -> KVCache:
+        """An empty cache for `batch` rows of `capacity` positions, of the model's layers and others behind them."""
         c = self.config
-        shape = (c.num_hidden_layers, batch, c.num_key_value_heads, capacity, c.head_size)
+        shape = (c.num_hidden_layers + extra_layers, batch, c.num_key_value_heads, capacity, c.head_size)
         return KVCache(*(torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2)))
 
     def forward(
@@ -108,7 +118,8 @@ class Llama:
             positions: int64 `[Q]`, rope position of each new token relative to `start` (depth in a token tree).
 
         Returns:
-            float32 logits `[B, num_logits or Q, vocab]`; with a reduced head, -inf outside its ids.
+            float32 logits `[B, num_logits or Q, vocab]`; with a reduced head, -inf outside its ids; with a padded one,
+            as many as it has rows, -inf from vocab_size on.
 
         Raises:
             TrtspecError: the cache is too short.
@@ -117,10 +128,13 @@ class Llama:
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 logits over the full vocabulary `[.., vocab]` of normalised hidden states `[.., hidden]`."""
-        logits = linear(hidden, self.weights["lm_head.weight"]).float()
+        logits = self._linear(hidden, "lm_head").float()
+        vocab_size = self.config.vocab_size
         if self.head_ids is None:
+            if logits.shape[-1] > vocab_size:  # zero rows, which would win wherever all real logits are negative
+                logits[..., vocab_size:] = -math.inf
             return logits
-        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -math.inf)
+        full = logits.new_full((*logits.shape[:-1], vocab_size), -math.inf)
         full[..., self.head_ids] = logits
         return full
 
@@ -137,7 +151,46 @@ class Llama:
 
         Without a cache, whole sequences run from position 0 and nothing is kept (training).
         """
-        length = input_ids.shape[1]
+        layers = range(self.config.num_hidden_layers)
+        return self.norm(self.run(layers, self.embed(input_ids), cache, start, mask=mask, positions=positions))
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """What goes into the first layer, `[B, Q, hidden]`."""
+        return F.embedding(input_ids, self.weights["transformer.vocab_embedding.weight"])
+
+    def run(
+        self,
+        layers: range,
+        x: torch.Tensor,
+        cache: KVCache | None,
+        start: int | torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x `[B, Q, hidden]` after some of the layers; the other arguments are those of `hidden`."""
+        rope, slots, visible = self._places(x.shape[1], cache, start, mask, positions)
+        for layer in layers:
+            x = self._layer(layer, x, cache, start, slots, rope, visible)
+        return x
+
+    def norm(self, x: torch.Tensor, name: str = "transformer.ln_f") -> torch.Tensor:
+        """x `[.., hidden]` normalised: by the norm before the head, or the one of that name."""
+        return self._norm(x, f"{name}.weight")
+
+    def layer_output(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """What one layer makes of whole sequences x `[B, Q, hidden]` from position 0, by itself."""
+        return self.run(range(layer, layer + 1), x, None, 0)
+
+    def _places(
+        self,
+        length: int,
+        cache: KVCache | None,
+        start: int | torch.Tensor,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor | None,
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor | None]:
+        """Where Q new tokens stand: cosine and sine, cache slots `[B or 1, Q]`, and what each of them sees."""
         offsets = torch.arange(length, device=self.device)
         begin = torch.as_tensor(start, device=self.device).reshape(-1, 1)  # [B or 1, 1]
         slots = begin + offsets  # [B or 1, Q]
@@ -149,11 +202,7 @@ class Llama:
             )
         where = slots if positions is None else begin + positions
         rope = self._cos[where].unsqueeze(1), self._sin[where].unsqueeze(1)  # [B or 1, 1, Q, head]
-        visible = self._visible(slots, begin, end, mask)
-        x = F.embedding(input_ids, self.weights["transformer.vocab_embedding.weight"])
-        for layer in range(self.config.num_hidden_layers):
-            x = self._layer(layer, x, cache, start, slots, rope, visible)
-        return self._norm(x, "transformer.ln_f.weight")
+        return rope, slots, self._visible(slots, begin, end, mask)
 
     def _visible(
         self, slots: torch.Tensor, begin: torch.Tensor, end: int, mask: torch.Tensor | None
@@ -195,6 +244,8 @@ class Llama:
             q = self._norm(q, f"{name}.attention.q_layernorm.weight")
             k = self._norm(k, f"{name}.attention.k_layernorm.weight")
         q, k, v = rotate(q.transpose(1, 2), *rope), rotate(k.transpose(1, 2), *rope), v.transpose(1, 2)
+        if stored := self.activations.get(f"{name}.attention.kv_cache"):
+            k, v = stored(k, None), stored(v, None)
         keys, values = (k, v) if cache is None else cache.write(layer, k, v, start, slots)
         # The query heads of one KV head stand side by side as extra queries: grouped attention without a copy of K, V.
         q = q.reshape(batch, kv_heads, -1, size)
@@ -202,11 +253,44 @@ class Llama:
         attended = attended.view(batch, heads, length, size).transpose(1, 2).reshape(batch, length, heads * size)
         x = x + self._linear(attended, f"{name}.attention.dense")
         h = self._norm(x, f"{name}.post_layernorm.weight")
-        h = F.silu(self._linear(h, f"{name}.mlp.fc")) * self._linear(h, f"{name}.mlp.gate")
-        return x + self._linear(h, f"{name}.mlp.proj")
+        if c.num_experts:
+            return x + self._experts(h, f"{name}.mlp")
+        return x + self._mlp(h, f"{name}.mlp")
 
-    def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+    def _mlp(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        x = F.silu(self._linear(x, f"{name}.fc")) * self._linear(x, f"{name}.gate")
+        return self._linear(x, f"{name}.proj")
+
+    def route(self, rows: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Share (float32) and number (int64) of the experts of each token, `[rows, top_k]`; rows `[rows, hidden]`."""
+        router = self.weights[f"{name}.router.weight"]  # [experts, hidden]
+        shares, chosen = (
+            F.linear(rows.to(router.dtype), router).float().softmax(-1).topk(self.config.num_experts_per_token)
+        )
+        return shares / shares.sum(-1, keepdim=True) if self.config.norm_topk_prob else shares, chosen
+
+    def _experts(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """A mixture of experts over x `[B, Q, hidden]`: each token's top-k experts, and what all tokens share."""
+        rows = x.reshape(-1, x.shape[-1])
+        shares, chosen = self.route(rows, name)
+        shares = shares.to(x.dtype)
+        result = torch.zeros_like(rows)
+        for expert in chosen.unique().tolist():
+            row, place = (chosen == expert).nonzero(as_tuple=True)
+            up, gate = self._linear(rows[row], f"{name}.fc", expert).chunk(2, dim=-1)
+            out = self._linear(F.silu(gate) * up, f"{name}.proj", expert)
+            result.index_add_(0, row, out * shares[row, place].unsqueeze(-1))
+        if self.config.shared_expert_intermediate_size:
+            share = self._linear(rows, f"{name}.shared_expert_gate").sigmoid()
+            result += share * self._mlp(rows, f"{name}.shared_expert")
+        return result.view_as(x)
+
+    def _linear(self, x: torch.Tensor, name: str, expert: int | None = None) -> torch.Tensor:
+        """One linear layer, or one of a stack, with the quantisation of its input that the engine does."""
+        weight = self.weights[f"{name}.weight"]
+        if quantizer := self.activations.get(name):
+            x = quantizer(x, expert)
+        return linear(x, weight if expert is None else weight[expert], self.weights.get(f"{name}.bias"))
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.weights[name], self.config.norm_epsilon)
@@ -277,12 +361,19 @@ def check_family(config: ModelConfig) -> None:
     """Refuse what this decoder would run wrongly.
 
     Raises:
-        TrtspecError: another family, experts, or an activation other than SiLU.
+        TrtspecError: another family, experts in a family without, or an activation other than SiLU.
     """
-    if config.model_type not in FAMILIES or config.num_experts:
+    if config.model_type not in FAMILIES or bool(config.num_experts) != (config.model_type in _EXPERT_FAMILIES):
         raise TrtspecError(
             f"the torch runtime does not run {config.architecture}",
-            expected=f"a dense model of the families {', '.join(FAMILIES)}",
+            expected=f"a model of the families {', '.join(FAMILIES)}",
+            fix="use engine.runtime: tensorrt_llm",
+        )
+    if config.num_dense_mlp_layers:
+        raise TrtspecError(
+            f"{config.num_dense_mlp_layers} of {config.num_hidden_layers} layers have no experts, which the torch "
+            "runtime does not run",
+            expected="experts in every layer: mlp_only_layers empty, decoder_sparse_step 1",
             fix="use engine.runtime: tensorrt_llm",
         )
     if config.hidden_act not in ("silu", "swish"):
@@ -302,20 +393,40 @@ def stream_trtllm(config: ModelConfig, tensor: Callable[[str], torch.Tensor]) ->
     yield "transformer.ln_f.weight", tensor("model.norm.weight")
     del embedding
     for layer in range(config.num_hidden_layers):
-        ours, theirs = f"transformer.layers.{layer}", f"model.layers.{layer}"
-        for kind in ("weight", "bias") if config.attn_bias else ("weight",):
-            parts = [tensor(f"{theirs}.self_attn.{p}_proj.{kind}") for p in ("q", "k", "v")]
-            yield f"{ours}.attention.qkv.{kind}", torch.cat(parts)
-        for a, b in _LAYER_NAMES.items():
+        yield from stream_layer(config, tensor, layer)
+
+
+def stream_layer(
+    config: ModelConfig, tensor: Callable[[str], torch.Tensor], layer: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The pairs of one layer."""
+    ours, theirs = f"transformer.layers.{layer}", f"model.layers.{layer}"
+    for kind in ("weight", "bias") if config.attn_bias else ("weight",):
+        parts = [tensor(f"{theirs}.self_attn.{p}_proj.{kind}") for p in ("q", "k", "v")]
+        yield f"{ours}.attention.qkv.{kind}", torch.cat(parts)
+    for a, b in _LAYER_NAMES.items():
+        if not (config.num_experts and a.startswith("mlp.")):
             yield f"{ours}.{a}.weight", tensor(f"{theirs}.{b}.weight")
-        if config.attn_bias and config.model_type in ("llama", "mistral"):
-            yield f"{ours}.attention.dense.bias", tensor(f"{theirs}.self_attn.o_proj.bias")
-        if config.mlp_bias:
-            for a in ("mlp.fc", "mlp.gate", "mlp.proj"):
-                yield f"{ours}.{a}.bias", tensor(f"{theirs}.{_LAYER_NAMES[a]}.bias")
-        if config.qk_layernorm:
-            for p in ("q", "k"):
-                yield f"{ours}.attention.{p}_layernorm.weight", tensor(f"{theirs}.self_attn.{p}_norm.weight")
+    if config.num_experts:
+        block, up, gate, down = _EXPERT_NAMES["mixtral" if config.model_type == "mixtral" else "qwen"]
+        experts = [f"{theirs}.{block}.experts.{i}" for i in range(config.num_experts)]
+        yield f"{ours}.mlp.router.weight", tensor(f"{theirs}.{block}.gate.weight")
+        up_gate = [torch.cat([tensor(f"{expert}.{part}.weight") for part in (up, gate)]) for expert in experts]
+        yield f"{ours}.mlp.fc.weight", torch.stack(up_gate)
+        yield f"{ours}.mlp.proj.weight", torch.stack([tensor(f"{expert}.{down}.weight") for expert in experts])
+    if config.shared_expert_intermediate_size:
+        shared = f"{theirs}.mlp.shared_expert"
+        yield f"{ours}.mlp.shared_expert_gate.weight", tensor(f"{shared}_gate.weight")
+        for a, b in (("fc", gate), ("gate", up), ("proj", down)):
+            yield f"{ours}.mlp.shared_expert.{a}.weight", tensor(f"{shared}.{b}.weight")
+    if config.attn_bias and config.model_type in ("llama", "mistral"):
+        yield f"{ours}.attention.dense.bias", tensor(f"{theirs}.self_attn.o_proj.bias")
+    if config.mlp_bias:
+        for a in ("mlp.fc", "mlp.gate", "mlp.proj"):
+            yield f"{ours}.{a}.bias", tensor(f"{theirs}.{_LAYER_NAMES[a]}.bias")
+    if config.qk_layernorm:
+        for p in ("q", "k"):
+            yield f"{ours}.attention.{p}_layernorm.weight", tensor(f"{theirs}.self_attn.{p}_norm.weight")
 
 
 def to_hf(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -349,4 +460,9 @@ _LAYER_NAMES = {
     "mlp.fc": "mlp.gate_proj",
     "mlp.gate": "mlp.up_proj",
     "mlp.proj": "mlp.down_proj",
+}
+# Where a layer's experts are, and what each calls its matrices: up, gate, down.
+_EXPERT_NAMES = {
+    "mixtral": ("block_sparse_moe", "w3", "w1", "w2"),
+    "qwen": ("mlp", "up_proj", "gate_proj", "down_proj"),
 }

@@ -1,4 +1,8 @@
-"""Runs an engine with PyTorch: answers engine calls from memory-mapped weights and a prefix cache.
+"""Runs an engine with PyTorch: answers engine calls from its weights and a prefix cache.
+
+Of an engine for TensorRT-LLM, compiled or only prepared, it executes the checkpoint, rounding what the engine rounds.
+Heads inside such an engine (Medusa, EAGLE, ReDrafter) and lookahead are not run: it decodes plainly, which gives the
+same greedy output. An engine of its own drafts with the heads or modules that are in it.
 
 Knows requests, sequences and the forward pass; what becomes of a row of logits is the decoding core's matter. Does not
 know YAML, tokenizers or Triton.
@@ -8,8 +12,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,11 +25,15 @@ from numpy.typing import NDArray
 
 from trtspec.decoding.engine_call import Cancelled, EngineRequest, EngineResult
 from trtspec.decoding.sampler import TokenSampler
+from trtspec.decoding.token_tree import TokenTree, verify_tree
 from trtspec.decoding.verify import verify
 from trtspec.errors import TrtspecError
+from trtspec.runtime.early_exit import begin, finish
 from trtspec.runtime.engine import EngineConfig, map_weights
 from trtspec.runtime.kv_cache import CacheStatistics, PrefixCache, Sequence
 from trtspec.runtime.llama import Llama, linear
+from trtspec.runtime.medusa import Medusa
+from trtspec.runtime.mtp import Forward, Modules
 
 _MAX_PASS = 512  # tokens in one forward pass; bounds its memory, and how long other requests wait for it
 _WAIT_S = 30.0  # how long a request waits for those in flight to leave it room in the KV cache
@@ -35,14 +45,14 @@ class TorchRuntime:
     """One engine, to be called from any number of threads: forward passes take turns, requests share nothing else.
 
     Args:
-        engine_dir: an engine directory of this runtime.
+        engine_dir: an engine directory.
         device: `cpu`, `cuda` or `cuda:N`.
         kv_cache_bytes: what all KV caches together may take.
         num_threads: CPU threads of a forward pass, set for the whole process; None leaves PyTorch's setting.
 
     Raises:
-        TrtspecError: not an engine of this runtime, broken files, a KV cache that does not hold one sequence of
-            max_seq_len, or no such device.
+        TrtspecError: not an engine, broken files, a checkpoint with faults, a KV cache that does not hold one sequence
+            of max_seq_len, or no such device.
     """
 
     def __init__(
@@ -52,12 +62,15 @@ class TorchRuntime:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         _check_device(device)
-        weights = map_weights(self.config)
+        loaded = map_weights(self.config)
         # The rope table need not be longer than the engine's sequences.
         model = replace(self.config.model, max_position_embeddings=self.config.max_seq_len)
-        self._model = Llama(model, weights, device)
+        self._model = Llama(model, loaded.weights, device, loaded.activations)
+        self._modules = Modules.of_engine(self.config, self._model)
+        self._medusa = Medusa.of_engine(self.config, self._model)
+        extra_layers = self._modules.num_modules if self._modules else 0
         self._cache = PrefixCache(
-            lambda positions: self._model.new_cache(1, positions), kv_cache_bytes, self.config.max_seq_len
+            lambda positions: self._model.new_cache(1, positions, extra_layers), kv_cache_bytes, self.config.max_seq_len
         )
         self._turn = threading.Condition()  # guards forward passes and the cache; notified when a sequence is released
 
@@ -79,11 +92,46 @@ class TorchRuntime:
             Cancelled: `cancelled` said so.
         """
         _check_request(request, self.config)
+        with self._lent(request) as sequence:
+            if request.draft_tokens is None:
+                forward = partial(self._forward, sequence, cancelled=cancelled)
+                if self._medusa is not None:
+                    return self._medusa.generate(request, sequence, forward, partial(self._alone, cancelled))
+                if self._modules is not None:
+                    return self._modules.generate(request, sequence, forward, partial(self._alone, cancelled))
+                return self._generate(request, sequence.length, forward)
+            if request.draft_parents is not None:
+                tree = TokenTree(request.draft_tokens, request.draft_parents, request.draft_logits)
+                return self._verify_tree(request, tree, sequence, cancelled)
+            return self._verify(request, request.draft_tokens, sequence, cancelled)
+
+    def draft(
+        self, request: EngineRequest, num_layers: int, *, cancelled: Callable[[], bool] = lambda: False
+    ) -> EngineResult:
+        """Generate with the first `num_layers` layers, the norm and the head.
+
+        A verification of what was generated, if it comes next, runs only the layers that are left; see `early_exit`.
+        The arguments and errors are otherwise those of `execute`.
+        """
+        _check_request(request, self.config)
+        with self._lent(request) as sequence:
+            # All layers have to see the input; its last token waits for the verification.
+            if len(unseen := request.input_ids[sequence.length : -1]):
+                self._forward(sequence, unseen, 1, lambda states: None, cancelled)
+            sequence.begun = None
+
+            def forward(ids: NDArray[np.int32], num_rows: int, head: Callable[[torch.Tensor], T]) -> T:
+                with self._alone(cancelled):
+                    return head(self._model.norm(begin(self._model, sequence, ids, num_layers)[-num_rows:]))
+
+            return self._generate(request, sequence.length, forward)
+
+    @contextmanager
+    def _lent(self, request: EngineRequest) -> Iterator[Sequence]:
+        """The request's sequence, for the length of a `with` block."""
         sequence = self._acquire(request)
         try:
-            if request.draft_tokens is None:
-                return self._generate(request, sequence, cancelled)
-            return self._verify(request, request.draft_tokens, sequence, cancelled)
+            yield sequence
         except ValueError as error:
             raise TrtspecError(str(error), where=str(self.config.path.parent)) from error
         finally:
@@ -91,9 +139,16 @@ class TorchRuntime:
                 self._cache.release(sequence)
                 self._turn.notify_all()
 
-    def _generate(self, request: EngineRequest, sequence: Sequence, cancelled: Callable[[], bool]) -> EngineResult:
-        """Token by token."""
-        reused = sequence.length
+    @contextmanager
+    def _alone(self, cancelled: Callable[[], bool]) -> Iterator[None]:
+        """One forward pass at a time."""
+        if cancelled():
+            raise Cancelled
+        with self._turn, torch.inference_mode():
+            yield
+
+    def _generate(self, request: EngineRequest, reused: int, forward: Forward) -> EngineResult:
+        """Token by token, after `reused` tokens of the input."""
         sampler = TokenSampler(request)
         only_ids = _needs_only_argmax(request)
         logits: list[NDArray[np.float32]] = []
@@ -101,9 +156,9 @@ class TorchRuntime:
         fresh = request.input_ids[reused:]
         while not sampler.finished:
             if only_ids:
-                token = self._forward(sequence, fresh, 1, self._most_likely, cancelled)
+                token = forward(fresh, 1, self._most_likely)
             else:
-                row = self._forward(sequence, fresh, 1, self._logits, cancelled)[0]
+                row = forward(fresh, 1, self._logits)[0]
                 token = sampler.next(row)
                 if request.return_generation_logits:
                     logits.append(row)
@@ -139,6 +194,24 @@ class TorchRuntime:
             reused_tokens=reused,
         )
 
+    def _verify_tree(
+        self, request: EngineRequest, tree: TokenTree, sequence: Sequence, cancelled: Callable[[], bool]
+    ) -> EngineResult:
+        """One pass in which every node sees the context and its ancestors; of the nodes, the accepted path stays."""
+        reused = sequence.length
+        rows = self._forward(sequence, request.input_ids[reused:], len(tree) + 1, self._logits, cancelled, tree)
+        outcome = verify_tree(rows, request, tree)
+        nodes = list(outcome.nodes)
+        sequence.keep(nodes, tree.tokens[nodes])
+        return EngineResult(
+            output_ids=np.array(outcome.tokens, dtype=np.int32),
+            generation_logits=rows if request.return_generation_logits else None,
+            log_probs=None if outcome.log_probs is None else np.array(outcome.log_probs, dtype=np.float32),
+            num_draft_tokens=len(tree),
+            num_accepted=len(nodes),
+            reused_tokens=reused,
+        )
+
     def _forward(
         self,
         sequence: Sequence,
@@ -146,20 +219,28 @@ class TorchRuntime:
         num_rows: int,
         head: Callable[[torch.Tensor], T],
         cancelled: Callable[[], bool],
+        tree: TokenTree | None = None,
     ) -> T:
-        """Append `ids` [n] to the sequence; `head` of the last `num_rows` hidden states [num_rows, hidden]."""
+        """Append `ids` [n] to the sequence; `head` of the last `num_rows` hidden states [num_rows, hidden].
+
+        The nodes of a `tree` come after them. Their keys and values then stand behind the end of the sequence, which
+        does not count them: `Sequence.keep` takes in what was accepted.
+        """
+        num_nodes = 0 if tree is None else len(tree)
+        if tree is not None:
+            # Ids beyond the vocabulary come from a draft with a longer one and are never accepted; any id will do here.
+            ids = np.concatenate([ids, np.minimum(tree.tokens, self.config.vocab_size - 1)])
         # A long input goes in pieces, the odd one first, so that the last one holds all rows.
         cuts = [*range(len(ids) % _MAX_PASS or _MAX_PASS, len(ids), _MAX_PASS), len(ids)]
-        begin = 0
+        first = 0
         for end in cuts:
-            if cancelled():
-                raise Cancelled
-            with self._turn, torch.inference_mode():
-                piece = torch.from_numpy(ids[begin:end].astype(np.int64)).to(self._model.device)
-                states = self._model.hidden(piece[None], sequence.cache, sequence.length)[0]
-                sequence.append(ids[begin:end])
-                begin = end
-                if end == len(ids):
+            with self._alone(cancelled):
+                last = end == len(ids)
+                places = _places(tree, end - first, self._model.device) if tree is not None and last else None
+                states = finish(self._model, sequence, ids[first:end], places)
+                sequence.append(ids[first : end - num_nodes if last else end])
+                first = end
+                if last:
                     return head(states[-num_rows:])
         raise AssertionError("the last piece returns")
 
@@ -178,6 +259,8 @@ class TorchRuntime:
     def _acquire(self, request: EngineRequest) -> Sequence:
         """The request's sequence; waits while those in flight leave no room for it."""
         positions = len(request.input_ids) + request.max_new_tokens
+        if self._medusa is not None:  # a tree that does not fit is cut
+            positions = min(positions + self._medusa.room, self.config.max_seq_len)
         with self._turn:
             sequence = self._turn.wait_for(lambda: self._cache.acquire(request.input_ids, positions), timeout=_WAIT_S)
         if sequence is None:
@@ -187,6 +270,15 @@ class TorchRuntime:
                 fix="raise it or send fewer requests at a time",
             )
         return sequence
+
+
+def _places(tree: TokenTree, length: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """What the tokens of a pass of `length` see and where they stand, the last ones being the nodes of `tree`."""
+    first = length - len(tree)
+    mask, positions = np.tri(length, dtype=np.bool_), np.arange(length)
+    mask[first:, first:] = tree.mask()
+    positions[first:] = first + tree.depths()
+    return {"mask": torch.from_numpy(mask).to(device), "positions": torch.from_numpy(positions).to(device)}
 
 
 def _needs_only_argmax(request: EngineRequest) -> bool:
@@ -241,8 +333,9 @@ def _check_request(request: EngineRequest, config: EngineConfig) -> None:
         )
     drafts, logits = request.draft_tokens, request.draft_logits
     if drafts is None:
-        if logits is not None:
-            raise TrtspecError("given without draft_tokens", where="draft_logits")
+        for name, given in (("draft_logits", logits), ("draft_parents", request.draft_parents)):
+            if given is not None:
+                raise TrtspecError("given without draft_tokens", where=name)
         return
     if logits is not None and (logits.ndim != 2 or len(logits) != len(drafts)):
         raise TrtspecError(
@@ -254,6 +347,10 @@ def _check_request(request: EngineRequest, config: EngineConfig) -> None:
             f"{len(drafts)} tokens",
             where="draft_tokens",
             expected=f"at most {config.max_draft_len}, the max_draft_len of the engine {config.path.parent}",
+        )
+    if request.draft_parents is not None and len(drafts) >= _MAX_PASS:
+        raise TrtspecError(
+            f"a tree of {len(drafts)} nodes", where="draft_parents", expected=f"fewer than {_MAX_PASS}, for one pass"
         )
     if request.max_new_tokens != len(drafts) + 1:
         raise TrtspecError(

@@ -15,6 +15,7 @@ from trtspec.spec.schema import Choices, ModelRef, Spec
 
 MAX_FREE_DRAFT_TOKENS = 64
 MAX_TREE_NODES = 256
+DEFAULT_TREE_LEVELS = 4  # of the tree of 63 nodes
 NEEDS_DRAFT = ("draft_target", "tree", "cascade")
 # Methods whose loop runs outside the engine: target and drafts are called once or more a cycle.
 BLS_METHODS = ("draft_target", "early_exit", "ngram", "tree", "cascade")
@@ -35,7 +36,7 @@ class Broken:
 
 def broken_rules(spec: Spec) -> list[Broken]:
     """Every rule that `spec` breaks, in the order of the sections."""
-    rules = (_sections, _draft_lengths, _trees, _acceptance, _machine, _devices, _engine)
+    rules = (_sections, _layers, _draft_lengths, _trees, _acceptance, _machine, _devices, _engine)
     return [broken for rule in rules for broken in rule(spec)]
 
 
@@ -62,6 +63,13 @@ def _sections(spec: Spec) -> Iterator[Broken]:
             yield Broken(("speculation", section), f"these settings are for method {section}, not {method}", fix)
         if not given and method == section and section in _REQUIRED_SECTIONS:
             yield Broken(("speculation",), f"method {method} needs its settings", f"add speculation.{section}")
+
+
+def _layers(spec: Spec) -> Iterator[Broken]:
+    """Only models that propose are cut."""
+    if spec.target.num_layers is not None:
+        problem = "the target is what the output is measured by, and is not cut"
+        yield Broken(("target", "num_layers"), problem, "remove this key; a draft or middle model may have it")
 
 
 def _draft_lengths(spec: Spec) -> Iterator[Broken]:
@@ -91,7 +99,8 @@ def _draft_lengths(spec: Spec) -> Iterator[Broken]:
         fix = "set speculation.method: none for plain decoding" if count == 0 else "use fewer"
         yield Broken(key, f"{count} is not between 1 and {MAX_FREE_DRAFT_TOKENS} as method {method} needs", fix)
     modules = speculation.mtp.num_modules if speculation.mtp else 1
-    if method == "mtp" and modules > 1 and count != modules:
+    # The torch runtime goes on drafting with the last module; the LLM API does so with a single one only.
+    if method == "mtp" and modules > 1 and count != modules and spec.engine.track == "llmapi":
         yield Broken(key, f"{count} does not fit {modules} MTP modules", f"remove this key, or write {modules}")
 
     limit = spec.max_draft_len
@@ -114,8 +123,13 @@ def _trees(spec: Spec) -> Iterator[Broken]:
     if speculation.method == "tree" and speculation.tree and speculation.tree.num_nodes > MAX_TREE_NODES:
         problem = f"the tree has {speculation.tree.num_nodes} nodes, more than {MAX_TREE_NODES}"
         yield Broken(("speculation", "tree", "branching"), problem, "use fewer children or levels")
-    if speculation.method == "medusa" and speculation.medusa and speculation.medusa.choices:
-        yield from _choices("medusa", speculation.medusa.choices, speculation.medusa.num_heads, "num_heads")
+    if speculation.method == "medusa" and speculation.medusa:
+        heads = speculation.medusa.num_heads
+        if speculation.medusa.choices:
+            yield from _choices("medusa", speculation.medusa.choices, heads, "num_heads")
+        elif heads < DEFAULT_TREE_LEVELS:
+            problem = f"the default tree has {DEFAULT_TREE_LEVELS} levels, more than there are heads"
+            yield Broken(("speculation", "medusa", "num_heads"), problem, "set speculation.medusa.choices")
     if speculation.method == "eagle" and speculation.eagle and speculation.eagle.choices:
         yield from _choices("eagle", speculation.eagle.choices, speculation.eagle.num_layers, "num_layers")
 
@@ -141,6 +155,17 @@ def _acceptance(spec: Spec) -> Iterator[Broken]:
     method, acceptance = spec.speculation.method, spec.speculation.acceptance
     if method == "ngram" and acceptance == "logits":
         yield Broken(key, "method ngram has no draft logits", "use acceptance: tokens")
+    if method == "tree" and acceptance == "logits":
+        problem = "the server verifies a tree path by path and accepts by equality, not by logits"
+        yield Broken(key, problem, "use acceptance: auto, or tokens")
+    if method == "tree" and not spec.engine.gather_generation_logits:
+        problem = "the draft engine cannot return the logits that a tree grows from"
+        yield Broken(("engine", "gather_generation_logits"), problem, "use true")
+        return
+    medusa = spec.speculation.medusa if method == "medusa" else None
+    if medusa and medusa.acceptance == "typical" and spec.engine.runtime == "tensorrt_llm":
+        problem = "the Medusa mode of TensorRT-LLM accepts by equality with its greedy token only"
+        yield Broken(("speculation", "medusa", "acceptance"), problem, "use lossless, or engine.runtime: torch")
     wants_logits = method in BLS_METHODS and method != "ngram" and acceptance != "tokens"
     if wants_logits and not spec.engine.gather_generation_logits:
         yield Broken(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -79,6 +80,8 @@ class ModelRef(Section):
     package:NAME for a directory inside an installed Python package."""
     gguf_file: Text | None = None
     """A GGUF file inside the model's directory, when the weights are in that format."""
+    num_layers: Positive | None = None
+    """Take only the model's first so many layers, with its norm and head; for a draft or middle model."""
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
     """Type of weights and activations that are not quantised. Use float32 where identity of output is claimed."""
     quantization: Literal["none", "fp8", "int8_sq", "int4_awq", "w4a8_awq"] = "none"
@@ -112,7 +115,14 @@ class Medusa(Section):
     """Layers in each head."""
     choices: Choices | None = None
     """The token tree as paths of head ranks, every prefix listed, without the root; unset is the runtime's default tree
-    of 63 nodes."""
+    of 63 nodes. `trtspec plan tree` finds the best one."""
+    acceptance: Literal["lossless", "typical"] = "lossless"
+    """lossless: the target's own token decides; typical: sampled requests also take a tree's token that is likely
+    enough, which is lossy (runtime torch only)."""
+    epsilon: Fraction = 0.09
+    """Of typical acceptance: a token whose probability is above it is taken."""
+    delta: Fraction = 0.3
+    """Of typical acceptance: so is one above delta * exp(-entropy), where that is less than epsilon."""
 
 
 class Eagle(Section):
@@ -173,11 +183,12 @@ class Tree(Section):
     @property
     def num_nodes(self) -> int:
         """Nodes without the root: tokens proposed a cycle."""
-        nodes = width = 0
-        for children in self.branching:
-            width = max(width, 1) * children
-            nodes += width
-        return nodes
+        return sum(math.prod(self.branching[:level]) for level in range(1, self.depth + 1))
+
+    @property
+    def num_parents(self) -> int:
+        """Nodes that have children."""
+        return sum(math.prod(self.branching[:level]) for level in range(1, self.depth))
 
 
 class Cascade(Section):
@@ -452,7 +463,8 @@ class CheckpointBudget(Section):
     max_kl: Annotated[float, Field(gt=0)] | None = None
     """Largest mean Kullback-Leibler divergence of the next-token distributions, in nats; unset is by precision."""
     min_top1: Fraction | None = None
-    """Smallest part of the tokens whose likeliest id is the same; unset is by precision."""
+    """Smallest part of the tokens whose likeliest id is the same, or as likely within rounding; unset is by
+    precision."""
     max_tokens: Positive = 256
     """Tokens compared for each prompt, its own and those of the reference's answer."""
 
@@ -542,8 +554,8 @@ class Spec(Section):
             models["middle"] = self.speculation.cascade.middle
         if self.speculation.method in ("draft_target", "tree", "cascade") and self.speculation.draft:
             models["draft"] = self.speculation.draft
-        if self.speculation.method == "early_exit":
-            models["draft"] = self.target  # its first layers
+        if self.speculation.method == "early_exit" and self.speculation.early_exit:
+            models["draft"] = self.target.model_copy(update={"num_layers": self.speculation.early_exit.layer})
         return models
 
     @property

@@ -107,6 +107,9 @@ def _tree_faults(name: str, parameters: Mapping[str, str], engine: EngineConfig,
     tree = f"{where}: {name} " + ("is unset, and the default tree" if paths is None else "is a tree that")
     if nodes > engine.max_draft_len:
         yield f"{tree} has {nodes} nodes, but max_draft_len is {engine.max_draft_len} in {engine.path}; remove nodes"
+    built = (engine.stamp.get("speculation") or {}).get("choices")  # of the torch runtime: the tree is in the engine
+    if built is not None and paths is not None and sorted(paths) != sorted(map(tuple, built)):
+        yield f"{tree} is not the one that {engine.path} was built with; build the engine again, or set its tree"
     heads = "num_medusa_heads" if name == "medusa_choices" else "num_eagle_layers"
     deepest = engine.pretrained.get(heads)
     if isinstance(deepest, int) and depth > deepest:

@@ -25,7 +25,7 @@ from trtspec.trtllm.placement import check_placement
 if TYPE_CHECKING:
     from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-    from trtspec.spec.schema import Spec, Speculation
+    from trtspec.spec.schema import Spec
 
 BLS, BLS_UNARY = "tensorrt_llm_bls", "tensorrt_llm_bls_unary"
 ENGINE_MODELS = {"target": "tensorrt_llm", "middle": "tensorrt_llm_middle", "draft": "tensorrt_llm_draft"}
@@ -166,7 +166,7 @@ def _bls_model(
         "accumulate_tokens": "false",
         "method": speculation.method,
         "acceptance": speculation.acceptance if by_logits else "tokens",
-        "greedy_only": flag(_decodes_greedily(speculation)),
+        "greedy_only": flag(_decodes_greedily(spec)),
         "logits_dtype": LOGITS_DTYPES[spec.engine.logits_dtype],
         "num_draft_tokens": str(spec.default_num_draft_tokens if method else 0),
         "max_draft_len": str(target.max_draft_len),
@@ -201,10 +201,12 @@ def _bls_model(
     return config
 
 
-def _decodes_greedily(speculation: Speculation) -> bool:
+def _decodes_greedily(spec: Spec) -> bool:
     """Whether the target's engine verifies its own drafts greedily, whatever temperature a request asks for."""
-    redrafter = speculation.redrafter
-    return speculation.method == "medusa" or bool(speculation.method == "redrafter" and redrafter and redrafter.greedy)
+    speculation, redrafter = spec.speculation, spec.speculation.redrafter
+    if speculation.method == "medusa":
+        return spec.engine.runtime == "tensorrt_llm"
+    return bool(speculation.method == "redrafter" and redrafter and redrafter.greedy)
 
 
 def _ensemble(max_batch_size: int, logits_dtype: str) -> ModelConfig:

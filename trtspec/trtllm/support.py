@@ -46,9 +46,9 @@ FP8_MIN_SM = 89
 # Quantisation and the compute capability (times ten) that it needs.
 QUANTIZATION_MIN_SM = {"none": 80, "int8_sq": 80, "int4_awq": 80, "fp8": FP8_MIN_SM, "w4a8_awq": FP8_MIN_SM}
 # What this release builds, as (method, track, runtime).
-_BLS_METHODS = ("none", "draft_target", "early_exit", "ngram", "cascade")
+_BLS_METHODS = ("none", "draft_target", "early_exit", "ngram", "tree", "cascade")
 BUILT = {
-    *((method, "engine", "torch") for method in _BLS_METHODS),
+    *((method, "engine", "torch") for method in (*_BLS_METHODS, "medusa", "mtp")),
     *((method, "engine", "tensorrt_llm") for method in (*_BLS_METHODS, "medusa", "eagle", "lookahead", "redrafter")),
     *((method, "llmapi", "tensorrt_llm") for method in ("none", "draft_target", "early_exit", "ngram", "mtp", "eagle")),
 }

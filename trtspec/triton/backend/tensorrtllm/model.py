@@ -139,8 +139,9 @@ class TritonPythonModel:
         if call.draft_tokens is not None and self._runtime.config.speculative_decoding_mode != DRAFT_TOKENS_EXTERNAL:
             raise Refused("draft_input_ids is not supported: the engine was not built for mode draft_tokens_external")
         check_lookahead_sizes(inputs, self._parameters)
-        if self._parameters.get("decoding_mode") == "medusa" and not call.sampling.greedy:
-            call = replace(call, sampling=replace(call.sampling, temperature=0.0))  # Medusa verifies greedily
+        medusa = self._parameters.get("decoding_mode") == "medusa" and "speculation" not in self._runtime.config.stamp
+        if medusa and not call.sampling.greedy:
+            call = replace(call, sampling=replace(call.sampling, temperature=0.0))  # TensorRT-LLM's Medusa is greedy
         return call
 
     def _run(
