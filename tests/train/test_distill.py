@@ -109,7 +109,8 @@ def test_head_holds_the_ids_with_the_largest_mass(tmp_path: Path) -> None:
     ids = torch.tensor([[7, 9], [9, 30], [30, 7]], dtype=torch.int32)
     probs = torch.tensor([[0.9, 0.2], [0.5, 0.4], [0.2, 0.1]])
     rows = [(ids[i], probs[i].log().half()) for i in range(3)]
-    answer = Answer(5, [50, 51], 0.0, 9, [7, 9, 30], [r[0] for r in rows], [r[1] for r in rows])
+    states = [torch.zeros(4, dtype=torch.bfloat16)] * 3
+    answer = Answer(5, [50, 51], 0.0, 9, [7, 9, 30], [r[0] for r in rows], [r[1] for r in rows], states)
     save_shard([answer], tmp_path / "answers-0-00000.safetensors")
     shards = list(tmp_path.iterdir())
     assert head_ids(shards, 60, 2).tolist() == [7, 9]  # masses: 1.0, 0.7, and 0.6 for id 30

@@ -48,10 +48,60 @@ def model_card(report: dict[str, Any]) -> str:
     return head + measured
 
 
+def medusa_card(report: dict[str, Any]) -> str:
+    """README.md of heads; every number in it is taken from `report`, see `trtspec.train.medusa`."""
+    training, heads = report["training"], report["heads"]
+    greedy = report["modes"]["greedy"]["all"]
+    best = max(greedy["tokens_per_pass"], key=lambda name: greedy["tokens_per_pass"][name])
+    text = (
+        f"# Medusa heads for {report['target']}\n\n"
+        f"{heads['num_heads']} heads that guess the tokens behind the next one: {greedy['tokens_per_pass'][best]:.2f} "
+        f"tokens a target pass (greedy; tree: {best}; {report['prompts']} unseen prompts).\n\n"
+        "## What it is\n\n"
+        f"- Each head has {heads['num_layers']} layers x + silu(linear(x)) on the target's last hidden state and uses "
+        f"the target's output matrix, which is not stored ({heads['stored_parameters'] / 1e6:.1f} M parameters in "
+        "bfloat16, run in the engine's type).\n"
+        "- The target is unchanged, and with lossless acceptance so is its output.\n"
+        "- Tensor names and config.json are those of published Medusa heads; TensorRT-LLM checkpoints are made of them "
+        "as of any others.\n\n"
+        "## How it was made\n\n"
+        f"{training['answers']} answers of the target ({training['answer_tokens']} tokens) to generated prompts, "
+        "three in five greedy, the others at temperature 0.7 or 1, each token with the hidden state before it and the "
+        f"target's {training['top_k']} largest probabilities. The heads begin as the target's own head and are trained "
+        f"on the cross-entropy with these probabilities over the {training['vocab']} ids used most and a sample of the "
+        f"others: {training['steps']} steps, {training['minutes']:.0f} minutes of wall time on a machine with "
+        f"{training['cpus']} CPUs.\n\n```\n{report['command']}\n```\n\n"
+        "## Measured\n\n"
+        f"Along {report['answer_tokens']} tokens of the target's own answers, one greedy and one sampled a prompt. "
+        "Tokens a target pass, the target's own token included; the trees are the best ones for the training prompts "
+        "kept aside, and stand in acceptance.json.\n\n"
+    )
+    for mode, categories in report["modes"].items():
+        trees = list(categories["all"]["tokens_per_pass"])
+        rows = [[category, *(f"{c['tokens_per_pass'][t]:.2f}" for t in trees)] for category, c in categories.items()]
+        text += f"### {mode.capitalize()}\n\n{_rows(['tokens a pass', *trees], rows)}\n"
+        rows = [
+            [str(head), *(f"{100 * share:.0f} %" for share in shares)]
+            for head, shares in enumerate(categories["all"]["top_1_to_5"])
+        ]
+        names = [f"first {n}" if n > 1 else "first" for n in range(1, len(rows[0]))]
+        text += f"Right among a head's choices:\n\n{_rows(['head', *names], rows)}\n"
+    times = ", ".join(f"{tokens}: {ms:.0f} ms" for tokens, ms in report["pass_ms"].items())
+    return text + (
+        f"Target pass by tokens in it (root and nodes), batch 1, {report['threads']} threads: {times}.\n\n"
+        f"Measure again with:\n\n```\n{report['measure_command']}\n```\n"
+    )
+
+
 def _table(categories: dict[str, Any]) -> str:
     lengths = list(next(iter(categories.values()))["acceptance_length"])
-    rows = [["draft tokens", *lengths, "rate at 4"], ["---"] * (len(lengths) + 2)]
+    rows = []
     for category, figures in categories.items():
         values = [f"{figures['acceptance_length'][n]:.2f}" for n in lengths]
         rows.append([category, *values, f"{100 * figures['acceptance_rate']['4']:.0f} %"])
-    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+    return _rows(["draft tokens", *lengths, "rate at 4"], rows)
+
+
+def _rows(head: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
+    return "".join("| " + " | ".join(row) + " |\n" for row in [head, ["---"] * len(head), *rows])

@@ -8,23 +8,16 @@ that a restart needs. Does not know where answers come from, nor how a draft is 
 from __future__ import annotations
 
 import dataclasses
-import math
-import os
-import random
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from trtspec.errors import TrtspecError
 from trtspec.models.config import ModelConfig
 from trtspec.runtime.llama import Llama
-
-HELD_OUT = 40  # every so-manieth prompt is kept for validation
+from trtspec.train.loop import TrainingLoop
 
 
 @dataclass(frozen=True)
@@ -101,81 +94,23 @@ def initial_weights(target: dict[str, torch.Tensor], layers: int, ids: torch.Ten
 FROZEN = ("transformer.vocab_embedding.weight", "lm_head.weight", "d2t")
 
 
-class Trainer:
-    """Trains the layers and the last norm of a draft with AdamW.
+class Trainer(TrainingLoop[Sample]):
+    """Trains the layers and the last norm of a draft.
 
     Args:
         config: the draft's.
         weights: see `initial_weights`; the frozen ones are shared, the others become parameters.
         samples: recorded answers.
-        batch_tokens: padded tokens a step.
-        lr: peak learning rate; it warms up over 2 % of the run and falls to zero with a cosine.
+        batch_tokens, lr, seed: see `TrainingLoop`.
     """
 
     def __init__(
         self, config: ModelConfig, weights: dict[str, torch.Tensor], samples: Sequence[Sample], *,
         batch_tokens: int = 1024, lr: float = 3e-3, seed: int = 0,
     ) -> None:  # fmt: skip
-        if not samples:
-            raise TrtspecError("no recorded answers to train on", fix="raise --tokens")
-        self.parameters = {name: torch.nn.Parameter(tensor) for name, tensor in weights.items() if name not in FROZEN}
-        self.model = Llama(config, {**weights, **self.parameters})
-        groups = [
-            {"params": [p for p in self.parameters.values() if p.ndim == 2], "weight_decay": 0.3},
-            {"params": [p for p in self.parameters.values() if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
-        self.lr = lr
-        self.held_out = [s for s in samples if s.index % HELD_OUT == 0]
-        self.samples = [s for s in samples if s.index % HELD_OUT]
-        self.batch_tokens, self.seed = batch_tokens, seed
-        self.step = 0
-        self.seconds = 0.0  # of training, over all restarts
-
-    def train(
-        self,
-        *,
-        steps: int | None = None,
-        minutes: float | None = None,
-        report: Callable[[int, float, float], None] = lambda step, done, loss: None,
-        checkpoint: Path | None = None,
-        checkpoint_every: float = 60.0,
-    ) -> None:
-        """Train until `steps` steps or `minutes` minutes of training are done, whichever comes first.
-
-        Args:
-            report: called after each step with the step, the share of the run that is done, and the loss.
-            checkpoint: written every `checkpoint_every` seconds and at the end; read first if it is there.
-        """
-        if checkpoint and checkpoint.exists():
-            self._load(checkpoint)
-        saved = clock = time.monotonic()
-        for batch in self._batches():
-            done = max(self.step / steps if steps else 0.0, self.seconds / 60 / minutes if minutes else 0.0)
-            if done >= 1.0:
-                break
-            rate = min(1.0, done / 0.02) if done < 0.02 and self.step < 200 else 0.5 * (1 + math.cos(math.pi * done))
-            loss = self._update(batch, max(rate, 0.02))
-            now = time.monotonic()
-            self.seconds += now - clock
-            clock = now
-            self.step += 1
-            report(self.step, done, loss)
-            if checkpoint and now - saved > checkpoint_every:
-                self._save(checkpoint)
-                saved = now
-        if checkpoint:
-            self._save(checkpoint)
-
-    def _update(self, batch: list[Sample], rate: float) -> float:
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * rate
-        loss = self.loss(batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.parameters.values(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.item()
+        parameters = {name: torch.nn.Parameter(tensor) for name, tensor in weights.items() if name not in FROZEN}
+        super().__init__(parameters, samples, batch_tokens=batch_tokens, lr=lr, weight_decay=0.3, seed=seed)
+        self.model = Llama(config, {**weights, **parameters})
 
     def loss(self, batch: list[Sample]) -> torch.Tensor:
         """Mean cross-entropy of the draft with the target's probabilities, renormalised over head and top-k."""
@@ -197,6 +132,10 @@ class Trainer:
         wanted = torch.cat([hidden[row, s.prompt_len - 1 : len(s.tokens) - 1] for row, s in enumerate(batch)])
         return F.linear(wanted, self.model.weights["lm_head.weight"])
 
+    def length(self, sample: Sample) -> int:
+        """Positions that a sample takes in a batch."""
+        return len(sample.tokens)
+
     @torch.no_grad()
     def validate(self, limit: int = 64) -> dict[str, float]:
         """On prompts kept aside: loss, agreement of the two argmaxes, and expected overlap of the distributions."""
@@ -212,49 +151,3 @@ class Trainer:
             total += len(rows)
         total = max(total, 1.0)
         return {"loss": loss / total, "agreement": agree / total, "overlap": overlap / total}
-
-    def _batches(self) -> Iterator[list[Sample]]:
-        """Endless batches of samples of like length, in an order fixed by the seed; skips those already done."""
-        done = 0
-        epoch = 0
-        while True:
-            rng = random.Random(f"{self.seed}/{epoch}")
-            order = rng.sample(self.samples, len(self.samples))
-            batches = []
-            for begin in range(0, len(order), 256):
-                batches += list(self._cut(sorted(order[begin : begin + 256], key=lambda s: len(s.tokens))))
-            rng.shuffle(batches)
-            for batch in batches:
-                if done >= self.step:
-                    yield batch
-                done += 1
-            epoch += 1
-
-    def _cut(self, ordered: list[Sample]) -> Iterator[list[Sample]]:
-        batch: list[Sample] = []
-        for sample in ordered:
-            if batch and (len(batch) + 1) * len(sample.tokens) > self.batch_tokens:
-                yield batch
-                batch = []
-            batch.append(sample)
-        if batch:
-            yield batch
-
-    def _save(self, path: Path) -> None:
-        state: dict[str, Any] = {
-            "parameters": {name: p.detach() for name, p in self.parameters.items()},
-            "optimizer": self.optimizer.state_dict(),
-            "step": self.step,
-            "seconds": self.seconds,
-        }
-        part = path.with_suffix(".part")
-        torch.save(state, part)
-        os.replace(part, path)
-
-    def _load(self, path: Path) -> None:
-        state = torch.load(path, weights_only=True)
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(state["parameters"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.seconds = state["step"], state["seconds"]

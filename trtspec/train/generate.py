@@ -5,7 +5,8 @@ and a restart goes on with the prompts that no shard holds. Does not know the dr
 
 A shard is a safetensors file of n answers: `index` [n] (prompt number), `prompt_len` [n], `length` [n] (prompt and
 answer), `tokens` [sum of length] int32, and for the answer tokens of all n one after another `top_ids` [answer, k]
-int32 and `top_logprobs` [answer, k] float16 (natural log of the target's probability at temperature 1).
+int32, `top_logprobs` [answer, k] float16 (natural log of the target's probability at temperature 1) and `states`
+[answer, hidden] bfloat16, the target's hidden states (after the last norm) that these were computed from.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -29,15 +30,16 @@ ANSWER_LENGTHS = (96, 160, 224, 224)  # the longest an answer may get, drawn per
 
 @dataclass
 class Answer:
-    """One row: the prompt, what was generated so far, and the distributions it was drawn from."""
+    """One row: the prompt, what was generated so far, and the states and distributions it was drawn from."""
 
     index: int
     prompt: list[int]
     temperature: float
     budget: int
-    tokens: list[int]
-    top_ids: list[torch.Tensor]
-    top_logprobs: list[torch.Tensor]
+    tokens: list[int] = field(default_factory=list)
+    top_ids: list[torch.Tensor] = field(default_factory=list)
+    top_logprobs: list[torch.Tensor] = field(default_factory=list)
+    states: list[torch.Tensor] = field(default_factory=list)
 
 
 class Generator:
@@ -130,11 +132,12 @@ class Generator:
         noise = -torch.empty_like(scaled).exponential_(generator=self.random).log()
         choice = torch.where(temperature > 0, scaled + noise, scaled).argmax(dim=-1, keepdim=True)
         tokens = top.indices.gather(1, choice).squeeze(1).tolist()
-        ids, kept = top.indices.int().cpu(), logprobs.half().cpu()
+        ids, kept, states = top.indices.int().cpu(), logprobs.half().cpu(), hidden.bfloat16().cpu()
         for row, answer in enumerate(answers):
             answer.tokens.append(tokens[row])
             answer.top_ids.append(ids[row])
             answer.top_logprobs.append(kept[row])
+            answer.states.append(states[row])
 
     def _finished(self, active: list[int]) -> Iterator[Answer]:
         for slot in active:
@@ -214,7 +217,7 @@ def _waiting(
             ids = prompt_ids(training_prompt(index, seed), source)
             budget = min(rng.choice(ANSWER_LENGTHS), capacity - len(ids))
             if budget >= min(ANSWER_LENGTHS) // 3:
-                answers.append(Answer(index, ids, rng.choice(TEMPERATURES), budget, [], [], []))
+                answers.append(Answer(index, ids, rng.choice(TEMPERATURES), budget))
             else:
                 too_long += 1
         if too_long == 128:
@@ -240,6 +243,7 @@ def save_shard(answers: list[Answer], path: Path) -> None:
             "tokens": torch.tensor([t for a in answers for t in a.prompt + a.tokens], dtype=torch.int32),
             "top_ids": torch.stack([row for a in answers for row in a.top_ids]),
             "top_logprobs": torch.stack([row for a in answers for row in a.top_logprobs]),
+            "states": torch.stack([row for a in answers for row in a.states]),
         },
         part,
     )

@@ -32,17 +32,21 @@ _TOP_K = 256  # sampled answers are drawn from so many tokens, and p is renormal
 
 @dataclass(frozen=True)
 class Reference:
-    """One recorded answer of the target: category, temperature, tokens, and p of each answer token."""
+    """One recorded answer of the target: category, temperature, tokens, and of each answer token p and the state."""
 
     category: str
     temperature: float
     tokens: torch.Tensor  # int64 [L]
     prompt_len: int
     p: torch.Tensor  # float32 [A]
+    states: torch.Tensor  # bfloat16 [A, hidden], what the tokens were chosen from
 
 
-def read_prompts(path: Path) -> list[tuple[str, str]]:
+def read_prompts(path: Path, count: int | None = None) -> list[tuple[str, str]]:
     """(category, prompt) of a JSON Lines file with the fields `prompt` and `category`.
+
+    Args:
+        count: take at most so many, spread over the file; None takes all.
 
     Raises:
         TrtspecError: missing, empty, or a line without these fields.
@@ -62,7 +66,8 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
             ) from error
     if not prompts:
         raise TrtspecError("no prompts", where=str(path), expected='lines of {"prompt": ..., "category": ...}')
-    return prompts
+    count = min(count or len(prompts), len(prompts))
+    return [prompts[number * len(prompts) // count] for number in range(count)]
 
 
 def reference_answers(
@@ -71,7 +76,7 @@ def reference_answers(
     """The target's answers: one greedy and one sampled a prompt; recorded in `folder`, by target and prompts."""
     from safetensors.torch import load_file
 
-    made_of = json.dumps([source.fingerprint(), prompts, seed])
+    made_of = json.dumps([source.fingerprint(), prompts, seed, "states"])
     path = folder / f"reference-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}.safetensors"
 
     plan = [
@@ -84,7 +89,7 @@ def reference_answers(
         for index, (_, prompt, temperature) in enumerate(plan):
             chat = Prompt("measure", ({"role": "user", "content": prompt},))
             ids = prompt_ids(chat, source)
-            waiting.append(Answer(index, ids, temperature, ANSWER_TOKENS, [], [], []))
+            waiting.append(Answer(index, ids, temperature, ANSWER_TOKENS))
         capacity = max(len(answer.prompt) for answer in waiting) + ANSWER_TOKENS
         generator = Generator(
             model, source.config.eos_token_ids, rows=min(64, len(plan)), capacity=capacity, top_k=_TOP_K, seed=seed
@@ -95,14 +100,15 @@ def reference_answers(
     lengths, prompt_lens = data["length"].tolist(), data["prompt_len"].tolist()
     answers = [length - prompt for length, prompt in zip(lengths, prompt_lens, strict=True)]
     references = []
-    for index, tokens, prompt_len, ids, logprobs in zip(
+    for index, tokens, prompt_len, ids, logprobs, states in zip(
         data["index"].tolist(), data["tokens"].long().split(lengths), prompt_lens,
-        data["top_ids"].long().split(answers), data["top_logprobs"].float().split(answers), strict=True,
+        data["top_ids"].long().split(answers), data["top_logprobs"].float().split(answers),
+        data["states"].split(answers), strict=True,
     ):  # fmt: skip
         probs = logprobs.exp() / logprobs.exp().sum(dim=-1, keepdim=True)
         chosen = (probs * (ids == tokens[prompt_len:, None])).sum(dim=-1)
         category, _, temperature = plan[index]
-        references.append(Reference(category, temperature, tokens, prompt_len, chosen))
+        references.append(Reference(category, temperature, tokens, prompt_len, chosen, states))
     return references
 
 
@@ -119,14 +125,14 @@ def acceptance_probabilities(draft: Llama, reference: Reference) -> list[float]:
 
 
 @torch.inference_mode()
-def step_milliseconds(model: Llama, position: int = 192, repeats: int = 30) -> float:
-    """Median time of a forward pass over one token with `position` tokens cached, batch 1."""
-    cache = model.new_cache(1, position + 1)
-    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+def step_milliseconds(model: Llama, position: int = 192, repeats: int = 30, num_tokens: int = 1) -> float:
+    """Median time of a forward pass over `num_tokens` tokens, logits of the last, behind `position` others; batch 1."""
+    cache = model.new_cache(1, position + num_tokens)
+    token = torch.zeros(1, num_tokens, dtype=torch.int64, device=model.device)
     times = []
     for _ in range(repeats):
         begin = time.perf_counter()
-        model.forward(token, cache, position)
+        model.forward(token, cache, position, num_logits=1)
         times.append(1000 * (time.perf_counter() - begin))
     return statistics.median(times)
 
@@ -148,13 +154,18 @@ def measure(draft: Llama, target: Llama, references: Sequence[Reference]) -> dic
             "ratio": round(draft_ms / target_ms, 4),
         },
         "modes": {
-            "greedy" if temperature == 0 else f"temperature {temperature:g}": {
+            mode_name(temperature): {
                 "all": _figures([text for texts_ in by_category.values() for text in texts_]),
                 **{category: _figures(texts_) for category, texts_ in by_category.items()},
             }
             for temperature, by_category in sorted(texts.items())
         },
     }
+
+
+def mode_name(temperature: float) -> str:
+    """How answers of this temperature are called in the figures."""
+    return "greedy" if temperature == 0 else f"temperature {temperature:g}"
 
 
 def _figures(texts: list[list[float]]) -> dict[str, Any]:

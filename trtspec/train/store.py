@@ -5,6 +5,7 @@ Knows the directory's files and the way back from TensorRT-LLM names. Does not k
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -38,6 +39,11 @@ def draft_files(
     return {**config.to_hf(), "trtspec": shared}, stored
 
 
+def json_text(value: dict[str, Any]) -> str:
+    """The content of a JSON file."""
+    return json.dumps(value, indent=2) + "\n"
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file that appears, or changes, only when it is complete."""
     part = path.with_name(f".{path.name}.part")
@@ -45,8 +51,10 @@ def write_text(path: Path, text: str) -> None:
     os.replace(part, path)
 
 
-def write_directory(output: Path, texts: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write `texts` and `model.safetensors`; the directory is replaced as a whole, never seen half-written."""
+def write_directory(
+    output: Path, texts: Mapping[str, str], tensors: Mapping[str, torch.Tensor], weights: str = "model.safetensors"
+) -> None:
+    """Write `texts`, and `tensors` as the file `weights`; the directory is replaced as a whole, never half-written."""
     from safetensors.torch import save_file
 
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -54,9 +62,9 @@ def write_directory(output: Path, texts: Mapping[str, str], tensors: Mapping[str
     try:
         for name, text in texts.items():
             (part / name).write_text(text, encoding="utf-8")
-        save_file(dict(tensors), part / "model.safetensors", metadata={"format": "pt"})
+        save_file(dict(tensors), part / weights, metadata={"format": "pt"})
         part.chmod(0o755)  # mkdtemp and save_file keep theirs to the owner
-        (part / "model.safetensors").chmod(0o644)
+        (part / weights).chmod(0o644)
         if output.exists():
             old = part.with_name(part.name + "-old")
             os.replace(output, old)
