@@ -53,7 +53,7 @@ Commands:
             host.
   plan      Choose an exit layer or a token tree by what is measured.
   migrate   Turn a spec for compiled engines into one for the LLM API.
-  train     Train draft models.
+  train     Train draft models and Medusa heads.
 """
 
 

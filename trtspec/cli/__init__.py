@@ -30,7 +30,7 @@ COMMANDS = {
     "doctor": "Check driver, GPUs, container, versions, disk and ports of this host.",
     "plan": "Choose an exit layer or a token tree by what is measured.",
     "migrate": "Turn a spec for compiled engines into one for the LLM API.",
-    "train": "Train draft models.",
+    "train": "Train draft models and Medusa heads.",
 }
 
 

@@ -49,7 +49,10 @@ def model_card(report: dict[str, Any]) -> str:
 
 
 def medusa_card(report: dict[str, Any]) -> str:
-    """README.md of heads; every number in it is taken from `report`, see `trtspec.train.medusa`."""
+    """README.md of heads; every number in it is taken from `report`, see `trtspec.train.medusa`.
+
+    `training.note`, a sentence that begins with a space, is for what a run did that its command does not say.
+    """
     training, heads = report["training"], report["heads"]
     greedy = report["modes"]["greedy"]["all"]
     best = max(greedy["tokens_per_pass"], key=lambda name: greedy["tokens_per_pass"][name])
@@ -70,7 +73,7 @@ def medusa_card(report: dict[str, Any]) -> str:
         f"target's {training['top_k']} largest probabilities. The heads begin as the target's own head and are trained "
         f"on the cross-entropy with these probabilities over the {training['vocab']} ids used most and a sample of the "
         f"others: {training['steps']} steps, {training['minutes']:.0f} minutes of wall time on a machine with "
-        f"{training['cpus']} CPUs.\n\n```\n{report['command']}\n```\n\n"
+        f"{training['cpus']} CPUs.{training.get('note', '')}\n\n```\n{report['command']}\n```\n\n"
         "## Measured\n\n"
         f"Along {report['answer_tokens']} tokens of the target's own answers, one greedy and one sampled a prompt. "
         "Tokens a target pass, the target's own token included; the trees are the best ones for the training prompts "
