@@ -283,8 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             signal.signal(each, signal.SIG_IGN)
         raise _StopRequested
 
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, stop)
+    before = {each: signal.signal(each, stop) for each in (signal.SIGTERM, signal.SIGINT)}
     try:
         if options.probe:
             probe(_address(options), options.llmapi, PROBE_TIMEOUT_S)
@@ -295,6 +294,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LaunchFailed as error:
         print(f"{SAYS}{error}", file=sys.stderr, flush=True)
         return 1
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
     return 0
 
 
