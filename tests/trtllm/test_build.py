@@ -173,3 +173,11 @@ def test_every_command_of_an_example_is_one_that_the_compiler_takes(
 
 def files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def test_another_share_of_the_memory_is_planned_again(project: Project) -> None:
+    project.build("--no-compile")
+    setting = ("--set", "serving.kv_cache_free_gpu_mem_fraction.draft=0.25")
+    statuses = project.build("--no-compile", *setting)
+    assert [name for name, status in statuses.items() if status == "ok"] == ["plan", "repository", "manifest"]
+    assert '"0.25"' in (project.model_repo / "tensorrt_llm_draft" / "config.pbtxt").read_text()

@@ -24,6 +24,9 @@ from trtspec.trtllm.host import look
 # Settings of the running server that the model repository does not contain.
 _LAUNCH_ONLY = {"host", "http_port", "grpc_port", "metrics_port", "startup_timeout_s", "num_threads"}
 _LAUNCH_ONLY |= {"image", "shm_size"}
+# Settings of the server that decide where the engines go and what memory they get.
+_PLANNED = {"kv_cache_bytes", "max_concurrency", "kv_cache_free_gpu_mem_fraction", "gpu_device_ids"}
+_PLANNED |= {"orchestrator", "spawn_processes", "fast_logits", "chunked_context", "engine_parameters"}
 
 
 def build_graph(spec: Spec, *, compile: bool = True) -> Graph:
@@ -155,7 +158,7 @@ class _Steps:
             return {
                 **self._models(results),
                 **self._sections("target", "speculation", "hardware", "engine"),
-                "serving": self.spec.serving.model_dump(mode="json", exclude=_LAUNCH_ONLY),
+                "serving": self.spec.serving.model_dump(mode="json", include=_PLANNED),
                 "memory": limits.memory_bytes(),
             }
 

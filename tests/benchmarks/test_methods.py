@@ -1,0 +1,175 @@
+"""The benchmark of all methods on small random models: what it prints has to hang together. Speed is not asserted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner, Result
+from safetensors.torch import save_file
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+PROMPTS = [
+    {"prompt": f"the target verifies {i}, the target verifies {i}", "category": "code" if i % 2 else "chat"}
+    for i in range(4)
+]
+DRAFT = {"draft": {"model": "./draft", "dtype": "float32"}}
+SPECULATION: dict[str, dict[str, Any]] = {
+    "draft_target": {**DRAFT, "num_draft_tokens": 3},
+    "early_exit": {"early_exit": {"layer": 1}, "num_draft_tokens": 3},
+    "ngram": {"ngram": {"max_ngram": 2}, "num_draft_tokens": 4},
+    "cascade": {
+        **DRAFT,
+        "num_draft_tokens": 3,
+        "cascade": {"num_draft_tokens": 2, "middle": {"model": "./middle", "dtype": "float32"}},
+    },
+    "tree": {**DRAFT, "tree": {"branching": [2, 1]}},
+    "medusa": {"medusa": {"heads": "./heads", "num_heads": 2, "choices": [[0], [1], [0, 0], [0, 1]]}},
+}
+MAX_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    """The script, imported as if it had been started."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        import methods
+
+        return methods
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory, save_model: Callable[..., Path]) -> dict[str, Path]:
+    """One config a method."""
+    root = tmp_path_factory.mktemp("benchmark")
+    save_model(root / "target")
+    save_model(root / "middle", blend=(1, 0.05))
+    save_model(root / "draft", blend=(1, 0.15))
+    (root / "heads").mkdir()
+    shapes = {"weight": (32, 32), "bias": (32,)}  # of zeros: each head says what the target says next
+    heads = {f"{h}.0.linear.{kind}": torch.zeros(shape) for h in range(2) for kind, shape in shapes.items()}
+    save_file(heads, root / "heads" / "medusa_lm_head.safetensors")
+    (root / "prompts.jsonl").write_text("".join(f"{json.dumps(prompt)}\n" for prompt in PROMPTS))
+    for method, section in SPECULATION.items():
+        content = {
+            "version": 1,
+            "name": method,
+            "target": {"model": "./target", "dtype": "float32"},
+            "speculation": {"method": method, **section},
+            "engine": {"max_batch_size": 2, "max_input_len": 128, "max_seq_len": 256},
+        }
+        (root / f"{method}.yaml").write_text(yaml.safe_dump(content))
+    return {method: root / f"{method}.yaml" for method in SPECULATION}
+
+
+def invoke(benchmark: ModuleType, configs: dict[str, Path], *words: str) -> Result:
+    root = configs["tree"].parent
+    files = ("--prompt-file", str(root / "prompts.jsonl"), "--work-dir", str(root / "work"))
+    options = (*files, "--prompts", "1", "--max-tokens", str(MAX_TOKENS), *words)
+    return CliRunner().invoke(benchmark.main, [*map(str, configs.values()), *options])
+
+
+@pytest.fixture(scope="module")
+def result(benchmark: ModuleType, configs: dict[str, Path]) -> Result:
+    return invoke(benchmark, configs, "--transformers")
+
+
+def test_all_methods_answer_as_plain_decoding_does(result: Result) -> None:
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("ceiling: reading the weights at")
+    report = json.loads(lines[-1])
+    foreign = {f"transformers {name}" for name in ("plain", "assisted", "early exit", "prompt lookup")}
+    assert set(report["methods"]) == {"none", *SPECULATION} | foreign
+    assert all(difference["tie"] for difference in report["differences"])
+    assert len(report["differences"]) <= 1  # in float32 a tie is rare
+    for group in report["methods"].values():
+        assert list(group) == ["all", "chat", "code"]
+        assert group["all"]["tokens"] == group["chat"]["tokens"] + group["code"]["tokens"]
+        assert 0 < group["all"]["tokens"] < 2 * MAX_TOKENS  # the first tokens come before the clock
+
+
+@pytest.mark.parametrize("method", SPECULATION)
+def test_figures_agree_with_each_other(result: Result, method: str) -> None:
+    rows = json.loads(result.stdout.splitlines()[-1])["methods"]
+    for category, row in rows[method].items():
+        passes = sum(row["accepted"])
+        by_histogram = 1 + sum(count * number for count, number in enumerate(row["accepted"])) / passes
+        assert row["acceptance_length"] == pytest.approx(by_histogram)
+        # An answer may end with an accepted draft: one token less in its last pass.
+        assert row["tokens"] <= round(by_histogram * passes) <= row["tokens"] + row["num_prompts"]
+        assert 0 < row["num_draft_tokens"] <= len(row["by_position"])
+        time = row["num_draft_tokens"] * row["draft_cost"] + row["verify_cost"]
+        assert row["predicted"] == pytest.approx(row["acceptance_length"] / time)
+        assert row["reached"] == pytest.approx(row["speed_up"] / row["predicted"])
+        assert row["speed_up"] == pytest.approx(row["tokens_per_s"] / rows["none"][category]["tokens_per_s"])
+
+
+@pytest.mark.parametrize("method", SPECULATION)
+def test_drafts_and_passes_take_no_longer_than_the_answer(
+    benchmark: ModuleType, configs: dict[str, Path], method: str
+) -> None:
+    ours = benchmark.Ours(benchmark.built(configs[method], (), None, configs[method].parent / "work"))
+    answer = ours.answer([5, 6, 7, 5, 6, 7, 5, 6], MAX_TOKENS)
+    assert all(one.target_s > 0 for one in answer.passes)
+    assert any(one.draft_s > 0 and one.drafted > 0 for one in answer.passes)
+    assert sum(one.draft_s + one.target_s for one in answer.passes) <= answer.seconds
+    assert sum(one.accepted + 1 for one in answer.passes) - answer.num_tokens in (0, 1)
+
+
+def test_another_target_is_refused(
+    benchmark: ModuleType, configs: dict[str, Path], save_model: Callable[..., Path]
+) -> None:
+    root = configs["ngram"].parent
+    save_model(root / "other", seed=5)
+    content = yaml.safe_load(configs["ngram"].read_text())
+    content |= {"name": "other", "target": {"model": "./other", "dtype": "float32"}}
+    (root / "other.yaml").write_text(yaml.safe_dump(content))
+    pair = {"tree": configs["tree"], "ngram": root / "other.yaml"}
+    outcome = invoke(benchmark, pair)
+    assert outcome.exit_code == 1
+    assert "another target" in outcome.stderr
+
+
+def test_theorem_3_8(benchmark: ModuleType) -> None:
+    """Two passes that keep 2 and 0 of 2 drafts; a pass takes twice a plain step of 1 s, a draft step a quarter."""
+    from contenders import Pass, Timed
+
+    plain = [Timed((1, 2, 3, 4), 4, 4.0, (Pass(0, 0, 0.0, 1.0),) * 4)]
+    drafted = [Timed((1, 2, 3, 4), 4, 5.0, (Pass(2, 2, 0.5, 2.0), Pass(2, 0, 0.5, 2.0)))]
+    row = benchmark.figures(drafted, plain)
+    assert (row.acceptance_length, row.num_draft_tokens) == (2.0, 2.0)
+    assert (row.draft_cost, row.verify_cost) == (0.25, 2.0)
+    assert row.by_position == [0.5, 1.0]
+    assert row.predicted == pytest.approx(2 / 2.5) == row.speed_up
+    assert row.reached == pytest.approx(1.0)
+
+
+def test_a_text_that_differs_is_an_error(
+    benchmark: ModuleType, configs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target keeps whatever is proposed."""
+    from trtspec.decoding.verify import Verification
+
+    def keep_all(rows: Any, request: Any) -> Verification:
+        drafts = request.draft_tokens.tolist()
+        return Verification((*drafts, int(rows[len(drafts)].argmax())), len(drafts))
+
+    monkeypatch.setattr("trtspec.runtime.torch_runtime.verify", keep_all)
+    outcome = invoke(benchmark, configs, "--methods", "draft_target")
+    assert outcome.exit_code == 1
+    assert "NOT A TIE" in outcome.stdout
+    assert "differs from that of plain decoding" in outcome.stderr
+
+
+def test_an_unknown_method_is_refused(benchmark: ModuleType, configs: dict[str, Path]) -> None:
+    outcome = invoke(benchmark, configs, "--methods", "medusae")
+    assert outcome.exit_code == 1
+    assert "no config for method medusae" in outcome.stderr
