@@ -86,8 +86,9 @@ def test_all_methods_answer_as_plain_decoding_does(result: Result) -> None:
     lines = result.stdout.splitlines()
     assert lines[0].startswith("ceiling: reading the weights at")
     report = json.loads(lines[-1])
-    foreign = {f"transformers {name}" for name in ("plain", "assisted", "early exit", "prompt lookup")}
-    assert set(report["methods"]) == {"none", *SPECULATION} | foreign
+    foreign = {"plain": "none", "assisted": "draft_target", "early exit": "early_exit", "prompt lookup": "ngram"}
+    assert set(report["methods"]) == {"none", *SPECULATION, *(f"transformers {name}" for name in foreign)}
+    assert set(report["counterparts"]) == {f"{own} / transformers {name}" for name, own in foreign.items()}
     assert all(difference["tie"] for difference in report["differences"])
     assert len(report["differences"]) <= 1  # in float32 a tie is rare
     for group in report["methods"].values():

@@ -25,6 +25,7 @@ CLAIMS = {
     "quickstart-ngram.yaml": ("ngram", "cpu", 1, "engine"),
     "quickstart-early-exit.yaml": ("early_exit", "cpu", 1, "engine"),
     "quickstart-cascade.yaml": ("cascade", "cpu", 1, "engine"),
+    "quickstart-h100.yaml": ("draft_target", "H100-SXM", 1, "engine"),
     "llama-3.1-70b-draft-8b-h100.yaml": ("draft_target", "H100-SXM", 4, "engine"),
     "llama-3.1-70b-draft-1b-h100.yaml": ("draft_target", "H100-SXM", 2, "engine"),
     "llama-3.1-8b-medusa-a100.yaml": ("medusa", "A100-80GB", 1, "engine"),
@@ -78,7 +79,8 @@ def test_a_quickstart_needs_no_download(name: str) -> None:
             assert (Path(package.origin).parent / model.gguf_file).is_file()
         else:
             assert (CONFIGS / model.model / "config.json").is_file()
-    assert {model.dtype for model in spec.models.values()} == {"float32"}
+    if spec.engine.runtime == "torch":  # the answers with and without drafts are compared token by token
+        assert {model.dtype for model in spec.models.values()} == {"float32"}
 
 
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if not name.startswith("quickstart")])

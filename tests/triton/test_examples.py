@@ -54,6 +54,7 @@ EXAMPLES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
         (),
     ),
     "mixtral-8x7b-h100": ({"target": "mixtral"}, ()),
+    "quickstart-h100": ({"target": "llama", "speculation.draft": "draft"}, ("target.gguf_file=null",)),
 }
 SAMPLING = {"temperature": 0.8, "top_p": 0.95}
 # Example -> the method drafts outside the engine, so that the pipeline counts drafts.
