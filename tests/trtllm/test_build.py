@@ -100,6 +100,9 @@ def test_a_prepared_build_becomes_a_compiled_one_on_a_gpu_host(
     assert [name for name, status in statuses.items() if status == "cached"] == STEPS[:5]
     compiled = EngineConfig.load(project.engines / "target")
     assert compiled.compiled and compiled.sm == 90
+    steps = json.loads((project.engines / "manifest.json").read_text())["steps"]
+    on_gpu = {name: step["gpu"] for name, step in steps.items() if step["gpu"] != "not run on a GPU"}
+    assert on_gpu == {"engine:target": H100[0], "engine:draft": H100[0]}
     for name in ("max_batch_size", "max_seq_len", "max_num_tokens", "max_draft_len", "speculative_decoding_mode"):
         assert prepared.build[name] == compiled.build[name]
     assert {path.relative_to(project.model_repo): path.read_bytes() for path in files(project.model_repo)} == repository

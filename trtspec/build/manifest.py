@@ -42,7 +42,7 @@ def manifest(
                 "finished_at": record.finished_at,
                 "input_hash": record.input_hash,
                 "commands": record.actions,
-                "gpu": NOT_ON_GPU,
+                "gpu": record.facts.get("trtspec", {}).get("gpu") or NOT_ON_GPU,
                 "facts": record.facts,
                 "output": str(outputs[name]) if outputs[name] else None,
                 "files": {path: {"sha256": file.sha256, "bytes": file.size} for path, file in record.files.items()},
