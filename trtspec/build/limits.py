@@ -12,6 +12,7 @@ from typing import Any
 from trtspec.build.machine import memory_bytes
 from trtspec.errors import TrtspecError
 from trtspec.models.config import ModelConfig
+from trtspec.runtime.engine import SPECULATIVE_MODES
 from trtspec.spec.gpus import GPUS
 from trtspec.spec.schema import Spec, Tree
 from trtspec.trtllm.memory import kv_bytes_per_token, share_gpus
@@ -19,15 +20,7 @@ from trtspec.trtllm.placement import check_placement
 from trtspec.trtllm.support import METHODS
 
 DEFAULT_MAX_NUM_TOKENS = 8192  # trtllm-build's own default
-# TensorRT-LLM's SpeculativeDecodingMode as config.json stores it, by the compiler's name of the mode.
-_NO_MODE = 1
-_MODES = {
-    "draft_tokens_external": 2,
-    "medusa": 4,
-    "lookahead_decoding": 8,
-    "explicit_draft_tokens": 16,
-    "eagle": 32,
-}
+_MODE_NUMBERS = {name: number for number, name in SPECULATIVE_MODES.items()}
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
 _WEIGHT_BITS = {"fp8": 8, "int8_sq": 8, "int4_awq": 4, "w4a8_awq": 4}
 
@@ -55,7 +48,7 @@ def build_config(spec: Spec, role: str, context: int | None) -> dict[str, Any]:
         "max_num_tokens": max(engine.max_num_tokens or DEFAULT_MAX_NUM_TOKENS, in_one_step),
         "max_beam_width": 1,
         "max_draft_len": max_draft_len,
-        "speculative_decoding_mode": _MODES.get(mode(spec, role) or "", _NO_MODE),
+        "speculative_decoding_mode": _MODE_NUMBERS[mode(spec, role) or "none"],
         "plugin_config": {
             "use_paged_context_fmha": engine.paged_context_fmha,
             "tokens_per_block": engine.tokens_per_block,
