@@ -9,6 +9,7 @@ import math
 import os
 import random
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -31,7 +32,7 @@ class Indexed(Protocol):
 SampleT = TypeVar("SampleT", bound=Indexed)
 
 
-class TrainingLoop(Generic[SampleT]):
+class TrainingLoop(ABC, Generic[SampleT]):
     """Trains parameters with AdamW on batches of samples; a trainer adds `loss`, `length` and `validate`.
 
     Args:
@@ -64,17 +65,17 @@ class TrainingLoop(Generic[SampleT]):
         self.step = 0
         self.seconds = 0.0  # of training, over all restarts
 
+    @abstractmethod
     def loss(self, batch: list[SampleT]) -> torch.Tensor:
         """Mean loss of a batch."""
-        raise NotImplementedError
 
+    @abstractmethod
     def length(self, sample: SampleT) -> int:
         """Positions that a sample takes in a batch."""
-        raise NotImplementedError
 
+    @abstractmethod
     def validate(self, limit: int = 64) -> dict[str, float]:
         """Figures on at most `limit` samples of `held_out`."""
-        raise NotImplementedError
 
     def train(
         self,
