@@ -102,7 +102,8 @@ def test_config_is_read(model: Path) -> None:
 def test_rows_of_q_and_k_are_put_back(tmp_path: Path) -> None:
     stored = write(tmp_path / "m.gguf")
     source = open_model(str(tmp_path), gguf_file="m.gguf")
-    from trtspec.runtime.llama import rope_table, rotate
+    from trtspec.runtime.kernels import rotate
+    from trtspec.runtime.llama import rope_table
 
     x = np.random.default_rng(1).normal(size=(9, HIDDEN)).astype(np.float32)
     expected = interleaved_attention_scores(x, stored["blk.0.attn_q"], stored["blk.0.attn_k"], 100000.0)

@@ -78,6 +78,27 @@ def test_logits_are_those_of_transformers(family: str) -> None:
     assert expected.std() > 0.3, "a model without contrast would hide a wrong layer"
 
 
+@pytest.mark.parametrize(
+    "family", [name for name in FAMILIES if not name.startswith(("mixtral", "qwen2-moe", "qwen3-moe"))]
+)
+@torch.inference_mode()
+def test_bfloat16_logits_are_those_of_transformers_but_for_rounding(family: str) -> None:
+    """A prompt's pass, one token, a verification, and more: each takes its products another way."""
+    theirs, exact = both(family)
+    ids = prompt(2, 70)
+    expected = theirs(ids).logits
+    ours = Llama(exact.config, {name: tensor.bfloat16() for name, tensor in exact.weights.items()})
+    cache = ours.new_cache(2, 70)
+    pieces = [ours.forward(ids[:, a:b], cache, a) for a, b in ((0, 31), (31, 32), (32, 38), (38, 70))]
+    error = (torch.cat(pieces, dim=1) - expected).square().mean(dim=(0, 2)).sqrt() / expected.std()
+    theirs_rounded = theirs.bfloat16()(ids).logits.float()
+    rounding = (theirs_rounded - expected).square().mean(dim=(0, 2)).sqrt() / expected.std()
+    assert float(error.max()) < 2 * float(rounding.max()), f"{error.max():.3g}, of transformers {rounding.max():.3g}"
+    one = torch.cat([ours.forward(ids[:1, n : n + 1], cache, n) for n in range(32, 38)], dim=1)
+    again = ours.forward(ids[:1, 32:38], cache, 32)
+    torch.testing.assert_close(one, again, atol=0.05 * float(expected.std()), rtol=0.02)
+
+
 @torch.inference_mode()
 def test_rolling_back_is_a_smaller_start(llama: Llama) -> None:
     ids = prompt(1, 20)

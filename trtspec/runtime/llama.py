@@ -8,7 +8,8 @@ The weights are used as they are given (no copies, no stacking), so memory-mappe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +17,10 @@ import torch.nn.functional as F
 from trtspec.errors import TrtspecError
 from trtspec.models.config import ModelConfig
 from trtspec.models.source import ModelSource
+from trtspec.runtime.kernels import Linear, RMSNorm, rotate
 
 _EXPERT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *_EXPERT_FAMILIES)
-_FEW_ROWS = 16
 
 
 class KVCache:
@@ -42,18 +43,38 @@ class KVCache:
         """Bytes of both tensors."""
         return 2 * self.k.numel() * self.k.element_size()
 
-    def write(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int | torch.Tensor, slots: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store k, v `[B, kv_heads, Q, head]` at `slots` `[B or 1, Q]`; return the layer's keys, values up to there."""
-        batch, _, length, _ = k.shape
-        end = (start if isinstance(start, int) else int(start.max())) + length
-        for store, new in ((self.k, k), (self.v, v)):
-            if isinstance(start, int):
-                store[layer, :batch, :, start:end] = new
+    def of_layers(
+        self, layers: range, batch: int, start: int | torch.Tensor, slots: torch.Tensor, end: int
+    ) -> list[LayerCache]:
+        """What each of some layers needs in a pass over tokens at `slots` `[B or 1, Q]`, all of them before `end`."""
+        # A view of all layers that is taken apart costs less than one of each.
+        keys, values = (store[layers.start : layers.stop, :batch, :, :end].unbind() for store in (self.k, self.v))
+        return [LayerCache(k, v, start, slots) for k, v in zip(keys, values, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's part of a KV cache in one pass.
+
+    Attributes:
+        keys, values: what the new tokens see, `[B, kv_heads, end, head]`, their own included.
+        start: first position of the new tokens, one for all rows or int64 `[B]`.
+        places: all their positions, `[B or 1, Q]`.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    start: int | torch.Tensor
+    places: torch.Tensor
+
+    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store k, v `[B, kv_heads, Q, head]` of the new tokens."""
+        for store, new in ((self.keys, k), (self.values, v)):
+            if isinstance(self.start, int):
+                store.narrow(2, self.start, new.shape[2]).copy_(new)
             else:
-                store[layer, torch.arange(batch, device=new.device).unsqueeze(1), :, slots] = new.transpose(1, 2)
-        return self.k[layer, :batch, :, :end], self.v[layer, :batch, :, :end]
+                rows = torch.arange(len(new), device=new.device).unsqueeze(1)
+                store[rows, :, self.places] = new.transpose(1, 2)
 
 
 class Llama:
@@ -84,6 +105,8 @@ class Llama:
         self.dtype = self.weights["transformer.ln_f.weight"].dtype
         self._cos, self._sin = (table.to(self.device, self.dtype) for table in rope_table(config))
         d2t = self.weights.get("d2t")
+        self._layers: dict[int, _Layer] = {}
+        self._norms: dict[str, RMSNorm] = {}
         # head_ids: [rows of the head], the vocabulary id of each row, where the head is a reduced one
         self.head_ids = None if d2t is None else d2t.long() + torch.arange(len(d2t), device=self.device)
 
@@ -128,7 +151,7 @@ class Llama:
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 logits over the full vocabulary `[.., vocab]` of normalised hidden states `[.., hidden]`."""
-        logits = self._linear(hidden, "lm_head").float()
+        logits = self._linear("lm_head")(hidden).to(torch.float32, memory_format=torch.contiguous_format)
         vocab_size = self.config.vocab_size
         if self.head_ids is None:
             if logits.shape[-1] > vocab_size:  # zero rows, which would win wherever all real logits are negative
@@ -169,14 +192,20 @@ class Llama:
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x `[B, Q, hidden]` after some of the layers; the other arguments are those of `hidden`."""
-        rope, slots, visible = self._places(x.shape[1], cache, start, mask, positions)
-        for layer in layers:
-            x = self._layer(layer, x, cache, start, slots, rope, visible)
+        rope, slots, end, visible = self._places(x.shape[1], cache, start, mask, positions)
+        caches: Sequence[LayerCache | None] = [None] * len(layers)
+        if cache is not None:
+            caches = cache.of_layers(layers, x.shape[0], start, slots, end)
+        for layer, memory in zip(layers, caches, strict=True):
+            x = self._layer(layer, x, memory, rope, visible)
         return x
 
     def norm(self, x: torch.Tensor, name: str = "transformer.ln_f") -> torch.Tensor:
         """x `[.., hidden]` normalised: by the norm before the head, or the one of that name."""
-        return self._norm(x, f"{name}.weight")
+        found = self._norms.get(name)
+        if found is None:
+            found = self._norms[name] = self._norm(name)
+        return found(x)
 
     def layer_output(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         """What one layer makes of whole sequences x `[B, Q, hidden]` from position 0, by itself."""
@@ -189,8 +218,8 @@ class Llama:
         start: int | torch.Tensor,
         mask: torch.Tensor | None,
         positions: torch.Tensor | None,
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor | None]:
-        """Where Q new tokens stand: cosine and sine, cache slots `[B or 1, Q]`, and what each of them sees."""
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, int, torch.Tensor | None]:
+        """Where Q new tokens stand: cosine and sine, cache slots `[B or 1, Q]`, their end, and what each token sees."""
         offsets = torch.arange(length, device=self.device)
         begin = torch.as_tensor(start, device=self.device).reshape(-1, 1)  # [B or 1, 1]
         slots = begin + offsets  # [B or 1, Q]
@@ -202,12 +231,15 @@ class Llama:
             )
         where = slots if positions is None else begin + positions
         rope = self._cos[where].unsqueeze(1), self._sin[where].unsqueeze(1)  # [B or 1, 1, Q, head]
-        return rope, slots, self._visible(slots, begin, end, mask)
+        return rope, slots, end, self._visible(slots, begin, end, mask)
 
     def _visible(
         self, slots: torch.Tensor, begin: torch.Tensor, end: int, mask: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Bool `[B or 1, 1, group * Q, end]`: the cache positions each new token sees; None means all of them."""
+        """`[B or 1, 1, group * Q, end]`: 0 at the cache positions that a new token sees, else -inf; None: it sees all.
+
+        Attention adds it to the scores; a bool mask would be made into this in every layer.
+        """
         length = slots.shape[1]
         if length == 1 and slots.shape[0] == 1:
             return None
@@ -217,49 +249,45 @@ class Llama:
         else:
             seen = (keys < begin.unsqueeze(-1)).repeat(1, length, 1)
             seen[:, :, end - length :] |= mask
+        hidden = torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, -math.inf)
         group = self.config.num_attention_heads // self.config.num_key_value_heads
-        return seen.unsqueeze(1).repeat(1, 1, group, 1)
+        return hidden.unsqueeze(1).repeat(1, 1, group, 1)
 
     def _layer(
         self,
         layer: int,
         x: torch.Tensor,
-        cache: KVCache | None,
-        start: int | torch.Tensor,
-        slots: torch.Tensor,
+        cache: LayerCache | None,
         rope: tuple[torch.Tensor, torch.Tensor],
         visible: torch.Tensor | None,
     ) -> torch.Tensor:
         """One decoder layer over x `[B, Q, hidden]`."""
+        parts = self._layers.get(layer)
+        if parts is None:
+            parts = self._layers[layer] = _Layer(self, f"transformer.layers.{layer}")
         c = self.config
-        name = f"transformer.layers.{layer}"
         batch, length, _ = x.shape
         heads, kv_heads, size = c.num_attention_heads, c.num_key_value_heads, c.head_size
-        qkv = self._linear(self._norm(x, f"{name}.input_layernorm.weight"), f"{name}.attention.qkv")
-        q, k, v = (
-            part.view(batch, length, -1, size)
-            for part in qkv.split((heads * size, kv_heads * size, kv_heads * size), dim=-1)
-        )
-        if c.qk_layernorm:
-            q = self._norm(q, f"{name}.attention.q_layernorm.weight")
-            k = self._norm(k, f"{name}.attention.k_layernorm.weight")
-        q, k, v = rotate(q.transpose(1, 2), *rope), rotate(k.transpose(1, 2), *rope), v.transpose(1, 2)
-        if stored := self.activations.get(f"{name}.attention.kv_cache"):
-            k, v = stored(k, None), stored(v, None)
-        keys, values = (k, v) if cache is None else cache.write(layer, k, v, start, slots)
+        qkv = parts.qkv(parts.input_layernorm(x))
+        qkv = qkv.view(batch, length, heads + 2 * kv_heads, size).transpose(1, 2)
+        qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
+        if parts.q_layernorm is not None and parts.k_layernorm is not None:
+            q, k = qk.split((heads, kv_heads), dim=1)
+            qk = torch.cat((parts.q_layernorm(q), parts.k_layernorm(k)), dim=1)
+        q, k = rotate(qk, *rope).split((heads, kv_heads), dim=1)
+        if parts.kv_quantizer is not None:
+            k, v = parts.kv_quantizer(k, None), parts.kv_quantizer(v, None)
+        keys, values = k, v
+        if cache is not None:
+            cache.write(k, v)
+            keys, values = cache.keys, cache.values
         # The query heads of one KV head stand side by side as extra queries: grouped attention without a copy of K, V.
         q = q.reshape(batch, kv_heads, -1, size)
         attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible)
         attended = attended.view(batch, heads, length, size).transpose(1, 2).reshape(batch, length, heads * size)
-        x = x + self._linear(attended, f"{name}.attention.dense")
-        h = self._norm(x, f"{name}.post_layernorm.weight")
-        if c.num_experts:
-            return x + self._experts(h, f"{name}.mlp")
-        return x + self._mlp(h, f"{name}.mlp")
-
-    def _mlp(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        x = F.silu(self._linear(x, f"{name}.fc")) * self._linear(x, f"{name}.gate")
-        return self._linear(x, f"{name}.proj")
+        x = x + parts.dense(attended)
+        h = parts.post_layernorm(x)
+        return x + (parts.mlp(h) if parts.mlp is not None else self._experts(h, f"{parts.name}.mlp"))
 
     def route(self, rows: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Share (float32) and number (int64) of the experts of each token, `[rows, top_k]`; rows `[rows, hidden]`."""
@@ -275,46 +303,54 @@ class Llama:
         shares, chosen = self.route(rows, name)
         shares = shares.to(x.dtype)
         result = torch.zeros_like(rows)
+        fc, proj = self._linear(f"{name}.fc"), self._linear(f"{name}.proj")
         for expert in chosen.unique().tolist():
             row, place = (chosen == expert).nonzero(as_tuple=True)
-            up, gate = self._linear(rows[row], f"{name}.fc", expert).chunk(2, dim=-1)
-            out = self._linear(F.silu(gate) * up, f"{name}.proj", expert)
+            up, gate = fc(rows[row], expert).chunk(2, dim=-1)
+            out = proj(F.silu(gate) * up, expert)
             result.index_add_(0, row, out * shares[row, place].unsqueeze(-1))
         if self.config.shared_expert_intermediate_size:
-            share = self._linear(rows, f"{name}.shared_expert_gate").sigmoid()
-            result += share * self._mlp(rows, f"{name}.shared_expert")
+            share = self._linear(f"{name}.shared_expert_gate")(rows).sigmoid()
+            result += share * _Mlp(self, f"{name}.shared_expert")(rows)
         return result.view_as(x)
 
-    def _linear(self, x: torch.Tensor, name: str, expert: int | None = None) -> torch.Tensor:
-        """One linear layer, or one of a stack, with the quantisation of its input that the engine does."""
-        weight = self.weights[f"{name}.weight"]
-        if quantizer := self.activations.get(name):
-            x = quantizer(x, expert)
-        return linear(x, weight if expert is None else weight[expert], self.weights.get(f"{name}.bias"))
+    def _linear(self, name: str) -> Linear:
+        """One linear layer, or a stack of them, with the quantisation of its input that the engine does."""
+        weights = self.weights
+        return Linear(weights[f"{name}.weight"], weights.get(f"{name}.bias"), self.activations.get(name))
 
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weights[name], self.config.norm_epsilon)
+    def _norm(self, name: str) -> RMSNorm:
+        return RMSNorm(self.weights[f"{name}.weight"], self.config.norm_epsilon)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`F.linear`; for a few rows in float32 on a CPU, as a verification pass has, weight @ x^T.
+class _Mlp:
+    """A gated feed-forward block."""
 
-    With five rows MKL needs 1.5 times the time of one row that way, and twice the other way round.
-    """
-    rows = x.shape[:-1].numel()
-    if bias is not None or not 1 < rows <= _FEW_ROWS or x.dtype != torch.float32 or x.device.type != "cpu":
-        return F.linear(x, weight, bias)
-    return torch.mm(weight, x.reshape(rows, -1).t()).t().contiguous().view(*x.shape[:-1], -1)
+    def __init__(self, model: Llama, name: str) -> None:
+        self.fc, self.gate, self.proj = (model._linear(f"{name}.{part}") for part in ("fc", "gate", "proj"))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(F.silu(self.fc(x)) * self.gate(x))
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding in the half-split convention: x, cos, sin broadcast over `[B, heads, Q, head]`."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+class _Layer:
+    """The parts of one decoder layer, looked up once: by name they would cost as much as the norms do."""
+
+    def __init__(self, model: Llama, name: str) -> None:
+        self.name = name
+        self.input_layernorm = model._norm(f"{name}.input_layernorm")
+        self.qkv = model._linear(f"{name}.attention.qkv")
+        self.q_layernorm, self.k_layernorm = (
+            model._norm(f"{name}.attention.{part}_layernorm") if model.config.qk_layernorm else None for part in "qk"
+        )
+        self.kv_quantizer = model.activations.get(f"{name}.attention.kv_cache")
+        self.dense = model._linear(f"{name}.attention.dense")
+        self.post_layernorm = model._norm(f"{name}.post_layernorm")
+        self.mlp = None if model.config.num_experts else _Mlp(model, f"{name}.mlp")
 
 
 def rope_table(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 cosine and sine `[max_position_embeddings, head]`, with Llama 3's frequency scaling where configured.
+    """float32 cosine and sine `[max_position_embeddings, head]` for `rotate`, the first half of the sine negated.
 
     Raises:
         TrtspecError: another kind of rope scaling.
@@ -336,8 +372,8 @@ def rope_table(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
                 fix="use the tensorrt_llm runtime for this model",
             )
     angles = torch.outer(torch.arange(config.max_position_embeddings).float(), inverse)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+    sine = angles.sin()
+    return torch.cat((angles.cos(),) * 2, dim=-1), torch.cat((-sine, sine), dim=-1)
 
 
 def _llama3_frequencies(inverse: torch.Tensor, scaling: Mapping[str, float]) -> torch.Tensor:

@@ -30,8 +30,9 @@ from trtspec.decoding.verify import verify
 from trtspec.errors import TrtspecError
 from trtspec.runtime.early_exit import begin, finish
 from trtspec.runtime.engine import EngineConfig, map_weights
+from trtspec.runtime.kernels import linear
 from trtspec.runtime.kv_cache import CacheStatistics, PrefixCache, Sequence
-from trtspec.runtime.llama import Llama, linear
+from trtspec.runtime.llama import Llama
 from trtspec.runtime.medusa import Medusa
 from trtspec.runtime.mtp import Forward, Modules
 
