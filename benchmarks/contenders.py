@@ -24,7 +24,7 @@ from trtspec.decoding.token_tree import TokenTree
 from trtspec.decoding.tree import BRANCHING
 from trtspec.errors import TrtspecError
 from trtspec.models.source import ModelSource, SharedDraft
-from trtspec.parity.suite import engine_configs
+from trtspec.parity.workbench import engine_configs
 from trtspec.runtime.local import draft_engines
 from trtspec.runtime.medusa import MedusaDrafter, TreeWalk
 from trtspec.runtime.torch_runtime import TorchRuntime
@@ -187,7 +187,7 @@ class Ours:
         serving = self.spec.serving
         return TorchRuntime(
             self.configs[role].path.parent,
-            kv_cache_bytes=getattr(serving.kv_cache_bytes, role) or _KV_CACHE_BYTES,
+            kv_cache_bytes=serving.kv_cache_bytes.of(role) or _KV_CACHE_BYTES,
             num_threads=serving.num_threads,
         )
 

@@ -75,6 +75,12 @@ def test_the_engine_holds_the_heads_under_tensorrt_llm_names(root: Path, built: 
     config = json.loads((engine / "config.json").read_text())
     assert config["build_config"]["speculative_decoding_mode"] == 4
     assert config["build_config"]["max_draft_len"] == len(CHOICES)
+    manifest = json.loads((root / "engines" / "lossless" / "manifest.json").read_text())
+    planned = manifest["steps"]["plan"]["facts"]["memory"]["target"]["weights"]
+    assert planned == pytest.approx(
+        sum(tensor.nbytes for tensor in tensors.values()), rel=0.02
+    )  # norms are not counted
+    assert sum(tensors[name].nbytes for name in names) > 0.04 * planned
     section = config["trtspec"]["speculation"]
     assert section["choices"] == CHOICES and section["lossless"] is True
 

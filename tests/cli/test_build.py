@@ -307,9 +307,43 @@ def test_a_tree(project: Project) -> None:
     assert limits == {"target": 3 + 6 + 6, "draft": 3 + 6}
     compiled = load_spec(project.config, ("engine.runtime=tensorrt_llm", "hardware.gpu=H100-SXM"))
     assert build_config(compiled, "draft", None)["max_draft_len"] == 0  # engines of TensorRT-LLM take no trees
-    config = (project.model_repo / "tensorrt_llm_bls" / "config.pbtxt").read_text()
-    values = dict(re.findall(r'key: "(\w+)"\s+value \{\s+string_value: "([^"]*)"', config))
+    values = parameters(project.model_repo / "tensorrt_llm_bls")
     assert (values["tree_branching"], values["acceptance"], values["num_draft_tokens"]) == ("3,2,1", "tokens", "15")
+
+
+def test_the_trees_of_several_drafts(project: Project) -> None:
+    """An engine for each, named in the manifest and in the repository; one that does not pair is refused by its key."""
+    further = [project.content["target"] | {"num_layers": 1}, project.content["speculation"]["draft"]]
+    tree = {"branching": [2, 1], "drafts": further}
+    project.content["speculation"] |= {"method": "tree", "tree": tree}
+    del project.content["speculation"]["num_draft_tokens"]
+    project.content["serving"] = {"kv_cache_bytes": {"draft": "8MiB"}}
+    project.write()
+    report = project.build()
+    assert [f"engine:{role}" for role in ("draft", "draft_2", "draft_3")] == ran(report)[4:7]
+    roles = ("target", "draft", "draft_2", "draft_3")
+    built = {role: json.loads((project.engines / role / "config.json").read_text()) for role in roles}
+    assert [built[role]["build_config"]["max_draft_len"] for role in roles] == [12, 2, 2, 2]
+    assert built["draft_2"]["pretrained_config"]["num_hidden_layers"] == 1
+    values = parameters(project.model_repo / "tensorrt_llm_bls")
+    assert (values["tree_branching"], values["num_draft_tokens"]) == ("2,1", "12")
+    for role in roles[1:]:
+        assert values[f"tensorrt_llm_{role}_model_name"] == f"tensorrt_llm_{role}"
+        engine = parameters(project.model_repo / f"tensorrt_llm_{role}")
+        assert (engine["gpt_model_path"], engine["trtspec_kv_cache_bytes"]) == (f"/engines/{role}", str(8 << 20))
+    assert list(json.loads((project.engines / "manifest.json").read_text())["models"]) == list(roles)
+
+    swap_two_tokens(Path(shutil.copytree(project.draft, project.root / "models" / "other")))
+    tree["drafts"] = [further[0], {"model": "./models/other", "dtype": "float32"}]
+    project.write()
+    message = project.refuse()
+    assert "speculation.tree.drafts[1]: the draft_3 does not fit the target" in message and "first in id 5" in message
+
+
+def parameters(model: Path) -> dict[str, str]:
+    """What a model's config.pbtxt tells it."""
+    text = (model / "config.pbtxt").read_text()
+    return dict(re.findall(r'key: "(\w+)"\s+value \{\s+string_value: "([^"]*)"', text))
 
 
 def test_the_first_layers_of_a_model(project: Project) -> None:
@@ -394,14 +428,19 @@ def test_a_weight_that_is_missing(project: Project) -> None:
 
 
 def test_a_draft_that_does_not_fit_stops_the_build(project: Project) -> None:
-    tokenizer = json.loads((project.draft / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    five, six = (next(token for token, i in vocabulary.items() if i == n) for n in (5, 6))
-    vocabulary[five], vocabulary[six] = 6, 5
-    (project.draft / "tokenizer.json").write_text(json.dumps(tokenizer))
+    swap_two_tokens(project.draft)
     message = project.refuse()
     assert "the draft does not fit the target" in message and "first in id 5" in message
     assert not (project.engines / "target").exists()
+
+
+def swap_two_tokens(model: Path) -> None:
+    """Of the tokenizer; the number of ids stays."""
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    five, six = (next(token for token, i in vocabulary.items() if i == n) for n in (5, 6))
+    vocabulary[five], vocabulary[six] = 6, 5
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
 def test_notes_of_the_pair_check_are_shown(project: Project) -> None:

@@ -26,7 +26,7 @@ from trtspec.decoding.generation import Generation
 from trtspec.decoding.ngram import NgramDrafter
 from trtspec.decoding.sampler import TokenSampler
 from trtspec.decoding.sampling import SamplingParams
-from trtspec.decoding.tree import PathsTarget, TreeDrafter, in_one_pass
+from trtspec.decoding.tree import MergedTrees, PathsTarget, TreeDrafter, in_one_pass
 from trtspec.decoding.verify import NO_PROPOSAL, Proposal, Verification, verify
 
 DRAFT, TARGET = table_model(3, seed=0, scale=1.0), table_model(3, seed=17, scale=0.8)
@@ -299,14 +299,15 @@ def test_outputs_of_a_look_up_follow_the_target_with_end_ids(end_ids, min_tokens
 
 
 def tree_law(request, branching, models=(DRAFT, TARGET), *, acceptance="auto", by_paths=False, make=None, **options):
-    """`options` are those of the target's `TableEngine`. By paths: every call draws for itself."""
+    """Of (draft, target), or several drafts and a target; `options` are those of the target's `TableEngine`. By paths:
+    every call draws for itself."""
 
     def run(choices):
-        draft, target = TableEngine(models[0]), TableEngine(models[1], uniforms=choices, **options)
-        make_drafter = make or TreeDrafter
-        drafter = make_drafter(in_one_pass(draft), branching, acceptance, uniforms=lambda seed: choices)
+        target = TableEngine(models[-1], uniforms=choices, **options)
+        drafter = tree_drafter([TableEngine(model) for model in models[:-1]], branching, acceptance, choices, make)
         verifier = PathsTarget(target, one_by_one(target)) if by_paths else Target(target)
-        generation = Generation(replace(request, num_draft_tokens=int(sum(np.cumprod(branching)))))
+        num_nodes = (len(models) - 1) * int(sum(np.cumprod(branching)))
+        generation = Generation(replace(request, num_draft_tokens=num_nodes))
         proposal = drafter.propose(generation, len(branching))
         while generation.finish_reason is None:
             generation.commit(proposal, verifier.verify(generation, proposal))
@@ -314,6 +315,12 @@ def tree_law(request, branching, models=(DRAFT, TARGET), *, acceptance="auto", b
         return tuple(generation.token_ids.tolist()), generation.finish_reason
 
     return exact_law(run)
+
+
+def tree_drafter(drafts, branching, acceptance, choices, make=None):
+    make, uniforms = make or TreeDrafter, lambda seed: choices
+    drafters = [make(in_one_pass(draft), branching, acceptance, uniforms=uniforms) for draft in drafts]
+    return MergedTrees(drafters) if len(drafters) > 1 else drafters[0]
 
 
 KINDS = {  # how trees are drafted and verified
@@ -378,6 +385,61 @@ def test_outputs_of_a_tree_follow_the_target_with_bias_and_bans(kind):
     )
     law = tree_law(request, (2, 2), **KINDS[kind])
     assert distance(law, target_law(request, TARGET)) < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("rule", "branching"),
+    [*((rule, (1, 1)) for rule in RULES), ("full", (2,)), ("top_p", (2,)), ("everything", (2,)), ("temperature", (1,))],
+    ids=str,
+)
+def test_outputs_of_the_trees_of_two_drafts_follow_the_target(rule, branching, kind):
+    """Drawn siblings come from two distributions, and each is judged by its own."""
+    request = Request([1, 0, 2], len(branching) + 1, sampling=RULES[rule], plain_chunk_tokens=1)
+    law = tree_law(request, branching, (DRAFT, MIDDLE, TARGET), **KINDS[kind])
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-9)
+    assert distance(law, target_law(request, TARGET)) < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", ["full", "top_k", "top_p", "frequency"])
+def test_outputs_of_the_trees_of_three_drafts_and_of_one_twice_follow_the_target(rule, kind):
+    models = [table_model(4, seed, scale=1.0) for seed in (2, 3, 4)]
+    request = Request([1, 0], 2, sampling=RULES[rule], plain_chunk_tokens=1)
+    law = target_law(request, models[2])
+    assert distance(tree_law(request, (1,), (*models[:2], models[0], models[2]), **KINDS[kind]), law) < 1e-6
+    assert distance(tree_law(request, (2,), (models[0], models[0], models[2]), **KINDS[kind]), law) < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocab_sizes", [(3, 5, 4), (5, 3, 4), (2, 4, 3)], ids=str)
+def test_outputs_of_the_trees_of_drafts_with_vocabularies_of_other_sizes_follow_the_target(vocab_sizes, kind):
+    models = [table_model(size, seed) for seed, size in enumerate(vocab_sizes)]
+    request = Request([1, 0], 2, sampling=FULL, plain_chunk_tokens=1)
+    assert distance(tree_law(request, (2,), models, **KINDS[kind]), target_law(request, models[2])) < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("broken", [(), (0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("call", [1, 2])
+def test_outputs_of_trees_follow_the_target_when_a_draft_fails(call, broken, kind):
+    """What was drawn before the call that fails is still proposed: there is no second call behind an end id."""
+    request = Request([1, 0, 2], 3, sampling=FULL, num_draft_tokens=4, end_ids=(2,))
+    acceptance, by_paths = KINDS[kind]["acceptance"], kind == "path by path"
+
+    def run(choices):
+        target = TableEngine(TARGET, uniforms=choices)
+        fails = lambda number: RuntimeError("down") if number >= call else None  # noqa: E731
+        drafts = [
+            TableEngine(model, **({"fails": fails} if index in broken else {}))
+            for index, model in enumerate((DRAFT, MIDDLE))
+        ]
+        drafter = tree_drafter(drafts, (1, 1), acceptance, choices)
+        verifier = PathsTarget(target, one_by_one(target)) if by_paths else Target(target)
+        *_, last = generate(request, drafter, verifier)
+        return tuple(last.generation.token_ids.tolist()), last.finish_reason
+
+    assert distance(exact_law(run), target_law(request, TARGET)) < 1e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -618,7 +680,7 @@ def likeliest_as_drawn(node_logits, branching, acceptance, uniforms):
 TREE_BREAKAGES = {
     "accepts always": ("keeps_draft", lambda *args: True),
     "no residual": ("residual", lambda p, q: p),
-    "q keeps the elder siblings": ("without", lambda q, token: q),
+    "q keeps the elder siblings": ("without", lambda q, *tokens: q),
 }
 
 
@@ -631,6 +693,40 @@ def test_a_broken_rule_for_trees_is_seen(monkeypatch, name):
     where, wrong = TREE_BREAKAGES[name]
     monkeypatch.setattr(token_tree_module, where, wrong)
     assert distance(tree_law(request, (2,), models), right) > 0.05
+
+
+def test_a_sibling_judged_by_the_other_drafts_distribution_is_seen(monkeypatch):
+    request = Request([1, 0, 2], 2, sampling=FULL, plain_chunk_tokens=1)
+    models = [fixed_model(q) for q in ([0.7, 0.2, 0.05, 0.05], [0.05, 0.05, 0.1, 0.8], [0.1, 0.3, 0.3, 0.3])]
+    right = target_law(request, models[2])
+    assert distance(tree_law(request, (1,), models), right) < 1e-6
+    monkeypatch.setattr(token_tree_module.np, "array_equal", lambda a, b: True)
+    assert distance(tree_law(request, (1,), models), right) > 0.02
+
+
+def test_drafts_that_are_dropped_because_of_what_was_drawn_are_seen():
+    """The draft fails behind a token that is no end id, and what it had drawn is thrown away."""
+
+    class Dropping(TreeDrafter):
+        def grow(self, generation, *rest):
+            tree = super().grow(generation, *rest)
+            if generation.draft_error:
+                raise generation.draft_error
+            return tree
+
+    request = Request([1, 0, 2], 3, sampling=FULL, num_draft_tokens=2, end_ids=(2,))
+
+    def law(make):
+        def run(choices):
+            draft = TableEngine(DRAFT, fails=lambda number: RuntimeError("down") if number == 2 else None)
+            drafter = make(in_one_pass(draft), (1, 1), uniforms=lambda seed: choices)
+            *_, last = generate(request, drafter, Target(TableEngine(TARGET, uniforms=choices)))
+            return tuple(last.generation.token_ids.tolist()), last.finish_reason
+
+        return exact_law(run)
+
+    assert distance(law(TreeDrafter), target_law(request, TARGET)) < 1e-6
+    assert distance(law(Dropping), target_law(request, TARGET)) > 0.01
 
 
 @pytest.mark.parametrize("make", [eldest_by_id, likeliest_as_drawn])

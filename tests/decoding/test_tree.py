@@ -15,10 +15,17 @@ from trtspec.decoding.cycle import Request, generate
 from trtspec.decoding.draft_target import Target
 from trtspec.decoding.engine_call import EngineRequest, one_by_one
 from trtspec.decoding.generation import Generation
-from trtspec.decoding.methods import METHODS, calls_at_a_time, make_chain_verifier, written
+from trtspec.decoding.methods import (
+    METHODS,
+    DraftEngine,
+    calls_at_a_time,
+    make_chain_verifier,
+    make_drafter,
+    written,
+)
 from trtspec.decoding.sampling import SamplingParams
 from trtspec.decoding.token_tree import ROOT, TokenTree
-from trtspec.decoding.tree import PathsTarget, TreeDrafter, in_one_pass, side_by_side, tree_shape
+from trtspec.decoding.tree import MergedTrees, PathsTarget, TreeDrafter, in_one_pass, side_by_side, tree_shape
 from trtspec.decoding.verify import NO_PROPOSAL, Proposal
 
 SAMPLED = SamplingParams(temperature=1.1, top_p=0.9, seed=3)
@@ -177,6 +184,109 @@ def test_a_tree_is_as_deep_as_the_answer_may_be_long_and_as_large_as_the_context
     assert asked == [(0, 7, 3), (4, 3, 3), (8, 0, 0)]
 
 
+# ---- several draft models
+
+
+def merged(models, branching=(1, 1), **options) -> MergedTrees:
+    return MergedTrees([TreeDrafter(in_one_pass(TableEngine(model)), branching, **options) for model in models])
+
+
+def test_what_two_drafts_find_likeliest_at_the_same_place_is_one_node() -> None:
+    models = [script_model([4, 5, 6], 8, 1), script_model([4, 7, 6], 8, 1)]
+    generation = Generation(Request([1], 30, num_draft_tokens=6))
+    proposal = merged(models, (1, 1, 1)).propose(generation, 3)
+    assert proposal.tokens.tolist() == [4, 5, 6, 7, 6] and proposal.parents.tolist() == [-1, 0, 1, 0, 3]
+    same = merged([models[0]] * 2, (2, 1)).propose(Generation(Request([1], 30, num_draft_tokens=8)), 2)
+    alone = proposal_of(in_one_pass(TableEngine(models[0])), Request([1], 30), (2, 1))
+    assert same.tokens.tolist() == alone.tokens.tolist() and same.parents.tolist() == alone.parents.tolist()
+
+
+def test_no_token_is_drawn_twice_at_the_same_place_and_each_comes_with_its_drafts_logits() -> None:
+    models = [table_model(6, 4), table_model(6, 5)]
+    for seed in range(30):
+        generation = Generation(Request([1, 2], 30, sampling=replace(SAMPLED, seed=seed), num_draft_tokens=8))
+        proposal = merged(models, (2, 1)).propose(generation, 2)
+        tree = TokenTree(proposal.tokens, proposal.parents, proposal.logits)  # distinct, or it would raise
+        assert len(tree) == 8 and len(tree.children(ROOT)) == 4
+        for node in range(8):
+            above = tree.tokens[tree.path(node)[:-1]].tolist()
+            np.testing.assert_array_equal(tree.logits[node], models[node // 4]((1, 2, *above)))
+
+
+def test_drafts_draw_with_random_numbers_of_their_own() -> None:
+    """The same model twice, as roles: beyond the first token they do not go the same way."""
+    engines = {role: DraftEngine(TableEngine(table_model(50, 4, scale=0.1))) for role in ("draft", "draft_2")}
+    same = 0
+    for seed in range(20):
+        request = Request([1, 2], 30, sampling=SamplingParams(temperature=1.0, seed=seed), num_draft_tokens=6)
+        drafter = make_drafter("tree", engines, branching=(1, 1, 1))
+        tokens = drafter.propose(Generation(request), 3).tokens
+        same += tokens[1] == tokens[4]
+    assert same < 5
+
+
+def test_the_room_is_divided_among_the_drafts() -> None:
+    models = [script_model([4, 5, 6], 8, 1), script_model([7, 5, 6], 8, 1)]
+    for room, tokens in ((1, [4]), (2, [4, 7]), (3, [4, 5, 7]), (5, [4, 5, 6, 7, 5])):
+        proposal = merged(models, (1, 1, 1)).propose(Generation(Request([1], 30, num_draft_tokens=room)), 3)
+        assert proposal.tokens.tolist() == tokens
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
+def test_a_draft_that_fails_leaves_the_others_alone_and_is_given_up(sampling) -> None:
+    models, target = [table_model(6, seed) for seed in (2, 3)], table_model(6, 3)
+    request = Request([1, 2], 20, sampling=sampling, num_draft_tokens=4)
+    for broken in (0, 1):
+        calls = [
+            TableEngine(model, fails=lambda number, bad=index == broken: RuntimeError("down") if bad else None)
+            for index, model in enumerate(models)
+        ]
+        drafter = MergedTrees([TreeDrafter(in_one_pass(call), (1, 1)) for call in calls])
+        generation = finish(request, drafter, Target(TableEngine(target)))
+        assert "2 times in a row and is left alone" in str(generation.draft_error)
+        assert not generation.fallbacks and generation.acceptance.num_drafted > 8
+        assert (len(calls[broken].requests), len(calls[1 - broken].requests) > 8) == (2, True)
+
+
+def test_when_all_drafts_fail_the_target_goes_on_alone() -> None:
+    request = Request([1, 2], 20, num_draft_tokens=4)
+    calls = [TableEngine(table_model(6, 2), fails=lambda number: RuntimeError("down")) for _ in range(2)]
+    drafter = MergedTrees([TreeDrafter(in_one_pass(call), (1, 1)) for call in calls])
+    generation = finish(request, drafter, Target(TableEngine(table_model(6, 3))))
+    assert (
+        generation.token_ids.tolist()
+        == finish(request, None, Target(TableEngine(table_model(6, 3)))).token_ids.tolist()
+    )
+    assert generation.fallbacks["draft_error"] == 2 and generation.fallbacks["draft_given_up"] > 0
+
+
+def test_a_draft_that_fails_on_the_way_keeps_what_has_grown() -> None:
+    engine = TableEngine(table_model(6, 2), fails=lambda number: RuntimeError("down") if number == 2 else None)
+    generation = Generation(Request([1, 2], 20, num_draft_tokens=6))
+    assert TreeDrafter(in_one_pass(engine), (2, 1)).propose(generation, 2).parents.tolist() == [ROOT, ROOT]
+    assert str(generation.draft_error) == "down"
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("by_paths", [False, True], ids=["one pass", "path by path"])
+def test_merged_trees_over_a_whole_answer(by_paths, sampling) -> None:
+    """Greedy, and chosen children: the text of plain decoding; more is accepted than of one draft alone."""
+    accepted = {1: 0, 2: 0}
+    for seed in range(12):
+        models, target = [table_model(6, seed + n) for n in (0, 100)], table_model(6, seed + 200)
+        models.append(lambda context, a=models[0], b=target: a(context) + b(context))
+        call = TableEngine(target)
+        request = Request([1, 2], 16, sampling=replace(sampling, seed=seed), num_draft_tokens=6, end_ids=(0,))
+        plain = finish(request, None, Target(call)).token_ids.tolist()
+        for count in accepted:
+            verifier = PathsTarget(call, one_by_one(call)) if by_paths else Target(call)
+            drafter = merged([models[0], models[2]][:count], (1, 1, 1), acceptance="tokens")
+            generation = finish(request, drafter, verifier)
+            assert generation.token_ids.tolist() == plain and generation.draft_error is None
+            accepted[count] += generation.acceptance.num_accepted
+    assert 0 < accepted[1] < accepted[2]
+
+
 # ---- over chains
 
 
@@ -328,7 +438,20 @@ def test_settings_as_text() -> None:
 def test_calls_at_a_time() -> None:
     assert calls_at_a_time("tree", {"branching": (3, 2)}) == 6
     assert calls_at_a_time("tree", {}) == 4
+    assert calls_at_a_time("tree", {"branching": (2, 1)}, num_drafts=3) == 6
     assert calls_at_a_time("none", {}) == calls_at_a_time("cascade", {"num_draft_tokens": 3}) == 1
+
+
+def test_who_proposes_to_whom() -> None:
+    engines = {role: DraftEngine(TableEngine(table_model(4, 1)), context) for role, context in ROLES.items()}
+    assert METHODS["tree"].roles(engines) == METHODS["tree"].proposers(engines) == ("draft", "draft_2")
+    assert METHODS["tree"].draft_context(engines) == 20
+    assert METHODS["cascade"].roles(engines) == ("middle", "draft")
+    assert METHODS["cascade"].proposers(engines) == ("middle",) and METHODS["cascade"].draft_context(engines) is None
+    assert METHODS["draft_target"].roles(engines) == ("draft",) and METHODS["ngram"].draft_context(engines) is None
+
+
+ROLES = {"draft_2": 20, "draft": 30, "middle": None}
 
 
 def test_only_the_method_tree_verifies_paths() -> None:

@@ -253,6 +253,37 @@ def test_typical_acceptance_takes_what_is_likely_enough() -> None:
     assert walked(0.09, 0.3, SamplingParams()) == ([], [0])  # greedy requests stay exact
 
 
+def test_typical_acceptance_takes_the_longest_path() -> None:
+    """The likeliest child is a dead end; its sibling goes on, and of two ways to go on there the likelier is taken."""
+    #                       root: 1   2 | below 1: 3 | below 2: 4   3 | below the first of these: 5
+    tree = TokenTree(np.array([1, 2, 3, 4, 3, 5], np.int32), np.array([-1, -1, 0, 1, 1, 3], np.int32))
+    rows = {
+        -1: [0.01, 0.5, 0.4, 0.03, 0.03, 0.03],
+        0: [0.9, 0.02, 0.02, 0.02, 0.02, 0.02],  # 3 is not likely enough behind 1
+        1: [0.01, 0.01, 0.01, 0.5, 0.45, 0.02],
+        3: [0.95, 0.01, 0.01, 0.01, 0.01, 0.01],  # nor 5 behind 2, 4
+    }
+
+    def walked(epsilon: float, end_id: int | None = None) -> tuple[list[int], list[int]]:
+        sampler = TokenSampler(replace(request([0], 9, sampling=SamplingParams(temperature=1.0)), end_id=end_id))
+        walk = TreeWalk(sampler, MedusaSettings(((0,),), "typical", epsilon, 100.0))
+        asked: list[int] = []
+
+        def row_of(node: int) -> np.ndarray:
+            asked.append(node)
+            return np.log(np.array(rows.get(node, rows[0]), dtype=np.float32))
+
+        seen: list[int] = []
+        nodes = walk.through(tree, row_of, lambda row, token: seen.append(token))
+        assert seen == sampler.tokens and len(asked) == len(set(asked))
+        return nodes, sampler.tokens[: len(nodes)]
+
+    assert walked(0.1) == ([1, 4], [2, 3])
+    assert walked(0.47) == ([0], [1])  # only the first token passes
+    assert walked(0.005) == ([1, 3, 5], [2, 4, 5])  # everything passes: the deepest
+    assert walked(0.1, end_id=2) == ([0], [1])  # nothing comes behind an end id: all are as long
+
+
 def test_typical_acceptance_accepts_more_and_greedy_stays_exact(
     build: Callable[..., TorchRuntime], plain: TorchRuntime
 ) -> None:

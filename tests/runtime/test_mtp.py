@@ -323,6 +323,10 @@ def test_a_spec_of_method_mtp_is_built_and_passes_parity(
     runtime = TorchRuntime(tmp_path / "engines" / "tiny" / "target", kv_cache_bytes=2 * 4 * 2 * 8 * 4 * 256)
     assert runtime.execute(EngineRequest(np.array([5, 6], dtype=np.int32), 40)).num_accepted > 5
     assert planned["ok"]
+    manifest = json.loads((tmp_path / "engines" / "tiny" / "manifest.json").read_text())
+    weights = manifest["steps"]["plan"]["facts"]["memory"]["target"]["weights"]
+    stored = sum(tensor.nbytes for tensor in load_file(tmp_path / "engines/tiny/target/rank0.safetensors").values())
+    assert weights == pytest.approx(stored, rel=0.02)  # norms are not counted
     checked = CliRunner().invoke(main, ["parity", str(path), "--subject", "engines", "--check", "greedy", "--json"])
     assert checked.exit_code == 0, checked.output
     # The pipeline refuses a request for drafts: the engine drafts by itself.

@@ -200,3 +200,31 @@ def test_sampled_text_by_tokens_is_the_text_without(
         assert chosen.acceptance.num_accepted > 0
         same.append(finish("tree", runtimes, request).token_ids.tolist() == plain)
     assert not all(same)
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
+def test_text_of_the_trees_of_two_drafts_is_the_text_without(
+    target: TorchRuntime,
+    build_engine: Callable[..., Path],
+    tiny_model_dir: Path,
+    tiny_draft_dir: Path,
+    rng: np.random.Generator,
+    sampling: SamplingParams,
+) -> None:
+    """A small draft, and one that is the target itself: with it, more is accepted."""
+    draft, same = (
+        TorchRuntime(build_engine(model, role="draft", max_draft_len=8), kv_cache_bytes=1 << 22)
+        for model in (tiny_draft_dir, tiny_model_dir)
+    )
+    settings, accepted = {"branching": (2, 1)}, {1: 0, 2: 0}
+    for seed in range(3):
+        prompt, rule = rng.integers(3, 280, 8), replace(sampling, seed=seed)
+        plain = finish("none", {"target": target}, Request(prompt, 16, sampling=rule)).token_ids.tolist()
+        for count in accepted:
+            runtimes = {"target": target, "draft": draft} | ({"draft_2": same} if count == 2 else {})
+            request = Request(prompt, 16, sampling=rule, num_draft_tokens=4 * count)
+            grown = finish("tree", runtimes, request, settings=settings, acceptance="tokens")
+            assert grown.token_ids.tolist() == plain
+            accepted[count] += grown.acceptance.num_accepted
+            finish("tree", runtimes, request, settings=settings)  # drawn, with the logits of both
+    assert accepted[2] > accepted[1]

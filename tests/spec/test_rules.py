@@ -128,6 +128,15 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         spec_of("tree", speculation=DRAFT | {"tree": {"branching": [8, 8, 8]}}),
         "speculation.tree.branching: the tree has 584 nodes, more than 256; use fewer children or levels",
     ),
+    "the trees of several drafts with too many nodes": (
+        spec_of("tree", speculation=DRAFT | {"tree": {"branching": [8, 8], "drafts": [DRAFT["draft"]] * 3}}),
+        "speculation.tree.branching: the tree has 288 nodes, more than 256; use fewer children or levels",
+    ),
+    "a further draft that reads less than a prompt": (
+        spec_of("tree", speculation=DRAFT | {"tree": {"drafts": [DRAFT["draft"] | {"max_seq_len": 64}]}}),
+        "engine.max_input_len: 1024 leaves no room for output in the draft_2's max_seq_len 64; lower it, or raise "
+        "max_seq_len",
+    ),
     "a tree that is accepted by logits": (
         spec_of("tree", speculation=DRAFT | {"acceptance": "logits"}),
         "speculation.acceptance: the server verifies a tree path by path and accepts by equality, not by logits; use "
@@ -255,6 +264,7 @@ DERIVED: dict[str, tuple[dict[str, Any], int]] = {
     "medusa's default tree": (spec_of("medusa", speculation={"medusa": {"heads": "h"}}), 63),
     "medusa's own tree": (spec_of("medusa", speculation={"medusa": {"heads": "h", "choices": [[0], [1], [0, 0]]}}), 3),
     "a tree of 2 + 4 + 4": (spec_of("tree", speculation=DRAFT), 10),
+    "trees of two drafts": (spec_of("tree", speculation=DRAFT | {"tree": {"drafts": [{"model": "other"}]}}), 20),
     "a tree of 3 + 3": (spec_of("tree", speculation=DRAFT | {"tree": {"branching": [3, 1]}}), 6),
     "mtp": (spec_of("mtp"), 1),
     "one module twice": (spec_of("mtp", speculation={"num_draft_tokens": 2}), 2),

@@ -22,11 +22,14 @@ SETTINGS = {
     "ngram": {"max_ngram": 2, "window": 100},
     "cascade": {"num_draft_tokens": 2},
     "tree": {"branching": (2, 1)},
+    "trees": {"branching": (1, 1)},
 }
 SECTIONS = {
     "ngram": "ngram: {max_ngram: 2, window: 100}",
     "early_exit": "early_exit: {layer: 1}",
     "tree": "draft: {model: ./target-model, dtype: float32}, tree: {branching: [2, 1]}",
+    "trees": "draft: {model: ./target-model, dtype: float32}, "
+    "tree: {branching: [1, 1], drafts: [{model: ./draft-model, dtype: float32}]}",
     "cascade": "draft: {model: ./target-model, dtype: float32}, "
     "cascade: {num_draft_tokens: 2, middle: {model: ./draft-model, dtype: float32}}",
 }
@@ -35,6 +38,15 @@ MODELS = {
     "ngram": "bls_ngram",
     "early_exit": "bls_early_exit",
     "tree": "bls_tree",
+    "trees": "bls_trees",  # of two drafts
+}
+DOWN = ("cascade", "early_exit", "tree", "trees")  # once more each, with a draft that is not there
+ROLES = {
+    "ngram": ("target",),
+    "early_exit": ("target", "draft"),
+    "tree": ("target", "draft"),
+    "trees": ("target", "draft", "draft_2"),
+    "cascade": ("target", "middle", "draft"),
 }
 END_IDS = (257, 258)
 
@@ -48,7 +60,12 @@ def built(pair: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Si
 
     root = tmp_path_factory.mktemp("methods")
     engines = {}
-    for role, model, max_draft_len in (("target", "target", 5), ("middle", "draft", 3), ("draft", "target", 0)):
+    for role, model, max_draft_len in (
+        ("target", "target", 5),
+        ("middle", "draft", 3),
+        ("draft", "target", 0),
+        ("draft_2", "draft", 0),
+    ):
         engines[role] = root / "engines" / role
         build = {"max_batch_size": 8, "max_input_len": 256, "max_seq_len": 512, "max_draft_len": max_draft_len}
         source = open_model(str(pair.root / f"{model}-model"))
@@ -59,35 +76,39 @@ def built(pair: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Si
         spec.write_text(
             "version: 1\n"
             "target: {model: ./target-model, dtype: float32}\n"
-            f"speculation: {{method: {method}, num_draft_tokens: 4, {section}}}\n"
+            f"speculation: {{method: {method_of(method)}, num_draft_tokens: 4, {section}}}\n"
             "engine: {max_batch_size: 8, max_input_len: 256, max_seq_len: 512, max_draft_len: 5}\n"
         )
-        roles = {
-            "ngram": ("target",),
-            "early_exit": ("target", "draft"),
-            "tree": ("target", "draft"),
-            "cascade": ("target", "middle", "draft"),
-        }
         repositories[method] = pair.write(
             root / method,
             spec=load_spec(spec),
-            engines={role: engines[role] for role in roles[method]},
+            engines={role: engines[role] for role in ROLES[method]},
             kv_cache_bytes=dict.fromkeys(engines, 32 << 20),
         )
     repository = repositories["cascade"]
     for method, name in MODELS.items():
         if method != "cascade":
             add(repositories[method] / "tensorrt_llm_bls", repository / name)
+    for method in DOWN:
+        add(repositories[method] / "tensorrt_llm_bls", repository / f"down_{method}", draft="nobody")
+    add(repositories["trees"] / "tensorrt_llm_draft_2", repository / "tensorrt_llm_draft_2")
     return SimpleNamespace(engines=engines, engines_root=root / "engines", repository=repository, root=root)
 
 
-def add(model: Path, place: Path) -> None:
-    """A copy of a model under another name; nothing else in its config changes."""
+def method_of(pipeline: str) -> str:
+    return "tree" if pipeline == "trees" else pipeline
+
+
+def add(model: Path, place: Path, draft: str | None = None) -> None:
+    """A copy of a model under another name, and perhaps with another `draft`; nothing else in its config changes."""
     shutil.copytree(model, place)
     file = place / "config.pbtxt"
     before = file.read_text()
     after = before.replace(f'name: "{model.name}"', f'name: "{place.name}"', 1)
-    assert after != before
+    assert after != before or place.name == model.name
+    if draft is not None:
+        before, after = after, after.replace('"tensorrt_llm_draft"', f'"{draft}"')
+        assert after != before
     file.write_text(after)
 
 
@@ -112,7 +133,7 @@ def ask(
 
         def run(prompt: str, method: str, **tensors: object) -> SimpleNamespace:
             settings = {"max_tokens": 24, "stream": True, "exclude_input_in_output": True} | tensors
-            responses, error = client.stream(MODELS[method], text_input=prompt, **settings)
+            responses, error = client.stream(MODELS.get(method, method), text_input=prompt, **settings)
             if error is not None:
                 raise error
             blocks = [response["output_ids"].reshape(-1).tolist() for response in responses]
@@ -143,6 +164,15 @@ def test_greedy_text_is_the_same_with_and_without_drafts(ask, method: str) -> No
     assert 0 < accepted < drafted or (method == "early_exit" and accepted == drafted)  # its draft is the target itself
 
 
+@pytest.mark.parametrize("method", DOWN)
+def test_a_draft_that_is_down_changes_no_token(ask, method: str) -> None:
+    """What drafts beside or above it goes on: the middle model of the cascade, the second draft of the trees."""
+    for settings in ({}, SAMPLED | {"seed": 5, "use_draft_logits": False}):
+        down = ask(PROMPTS[0], f"down_{method}", **settings)
+        assert down.ids == ask(PROMPTS[0], method, num_draft_tokens=0, **settings).ids
+        assert (down.last["total_draft_tokens"] > 0) == (method in ("cascade", "trees"))
+
+
 @pytest.mark.parametrize("settings", [{}, SAMPLED, SAMPLED | {"use_draft_logits": False}])
 @pytest.mark.parametrize("method", MODELS)
 def test_the_server_says_what_the_same_drafter_says_in_process(
@@ -154,7 +184,7 @@ def test_the_server_says_what_the_same_drafter_says_in_process(
     from trtspec.runtime.torch_runtime import TorchRuntime
     from trtspec.triton.models.tokenization import Tokenization
 
-    runtimes = {role: TorchRuntime(path, kv_cache_bytes=32 << 20) for role, path in built.engines.items()}
+    runtimes = {role: TorchRuntime(built.engines[role], kv_cache_bytes=32 << 20) for role in ROLES[method]}
     tokenization = Tokenization(pair.root / "target-model" / "tokenizer.json", bos_token_id=256, add_bos=True)
     given = {name: value for name, value in settings.items() if name != "use_draft_logits"}
     for seed, prompt in enumerate(PROMPTS[:3]):
@@ -166,18 +196,19 @@ def test_the_server_says_what_the_same_drafter_says_in_process(
             num_draft_tokens=4,
         )
         # A server's engines take chains: the paths of a tree are accepted by equality.
-        acceptance = "tokens" if "use_draft_logits" in settings or method == "tree" else "auto"
+        acceptance = "tokens" if "use_draft_logits" in settings or method_of(method) == "tree" else "auto"
         own = SETTINGS.get(method)
-        blocks = list(speculate(method, runtimes, request, acceptance=acceptance, settings=own))
+        blocks = list(speculate(method_of(method), runtimes, request, acceptance=acceptance, settings=own))
         served = ask(prompt, method, seed=seed, **settings)
         assert served.blocks == [list(block.token_ids) for block in blocks]
         assert served.last["total_draft_tokens"] == blocks[-1].generation.acceptance.num_drafted
 
 
-def test_a_cascade_calls_three_engines_and_a_look_up_one(ask) -> None:
-    names = ("tensorrt_llm", "tensorrt_llm_middle", "tensorrt_llm_draft")
-    two = (names[0], names[2])
-    for method, used in (("cascade", names), ("ngram", names[:1]), ("early_exit", two), ("tree", two)):
+def test_each_method_calls_its_engines_and_no_others(ask) -> None:
+    names = ("tensorrt_llm", "tensorrt_llm_middle", "tensorrt_llm_draft", "tensorrt_llm_draft_2")
+    of_role = {"target": "tensorrt_llm"} | {role: f"tensorrt_llm_{role}" for role in ("middle", "draft", "draft_2")}
+    for method in MODELS:
+        used = tuple(of_role[role] for role in ROLES[method])
         before = {name: ask.calls(name) for name in names}
         ask(PROMPTS[1], method)
         assert tuple(name for name in names if ask.calls(name) > before[name]) == used

@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from trtspec.build.machine import memory_bytes
+from trtspec.decoding.methods import DRAFTS
 from trtspec.errors import TrtspecError
 from trtspec.models.config import ModelConfig
 from trtspec.runtime.engine import SPECULATIVE_MODES
 from trtspec.spec.gpus import GPUS
-from trtspec.spec.schema import Spec, Tree
+from trtspec.spec.schema import Spec, Tree, serving_key
 from trtspec.trtllm.memory import kv_bytes_per_token, share_gpus
 from trtspec.trtllm.placement import check_placement
 from trtspec.trtllm.support import METHODS
@@ -57,20 +58,23 @@ def build_config(spec: Spec, role: str, context: int | None) -> dict[str, Any]:
     }
 
 
-def plan(spec: Spec, models: Mapping[str, ModelConfig]) -> dict[str, Any]:
+def plan(spec: Spec, models: Mapping[str, ModelConfig], drafting_weights: int = 0) -> dict[str, Any]:
     """Limits and memory of all engines, as JSON.
 
     Args:
         spec: what to build.
         models: role -> what its checkpoint says.
+        drafting_weights: how many more weights the target's engine has: heads, or modules that predict further tokens.
 
     Returns:
         `engines` (role -> build_config), `memory` (role -> bytes of `weights` and `kv_cache`), `kv_cache_fractions`
         (role -> what the C++ backend is told; empty in the torch runtime), `notes`.
 
     Raises:
-        TrtspecError: a KV cache that cannot hold one longest sequence, or more than the memory there is.
+        TrtspecError: a tree that is wider than a vocabulary, a KV cache that cannot hold one longest sequence, or more
+            than the memory there is.
     """
+    _require_narrow_tree(spec, models)
     engines = {role: build_config(spec, role, model.max_position_embeddings) for role, model in models.items()}
     lengths = {role: engine["max_seq_len"] for role, engine in engines.items()}
     notes = [
@@ -78,12 +82,16 @@ def plan(spec: Spec, models: Mapping[str, ModelConfig]) -> dict[str, Any]:
         for role, length in lengths.items()
         if length < spec.max_seq_len(role)
     ]
-    if lengths.get("draft", lengths["target"]) < lengths["target"]:
-        notes.append(f"texts of {lengths['draft']} to {lengths['target']} tokens get no drafts: the draft ends there")
+    shortest = min((role for role in lengths if role in DRAFTS), key=lengths.__getitem__, default="target")
+    if lengths[shortest] < lengths["target"]:
+        notes.append(
+            f"texts of {lengths[shortest]} to {lengths['target']} tokens get no drafts: the {shortest} ends there"
+        )
     memory = {
         role: {"weights": weight_bytes(spec, role, model), "kv_cache": kv_cache_bytes(spec, role, model, lengths[role])}
         for role, model in models.items()
     }
+    memory["target"]["weights"] += drafting_weights * _BITS[spec.target.dtype] // 8  # these are not quantised
     fractions = {}
     if spec.engine.runtime == "tensorrt_llm" and spec.engine.track == "engine":
         check_placement(spec)
@@ -104,7 +112,7 @@ def weight_bytes(spec: Spec, role: str, model: ModelConfig) -> int:
     if model.num_experts:
         expert = model.moe_intermediate_size or model.intermediate_size
         mlp = 3 * (model.num_experts * expert + model.shared_expert_intermediate_size)
-    layers = _with_modules(spec, role, model).num_hidden_layers * model.hidden_size * (attention + mlp)
+    layers = model.num_hidden_layers * model.hidden_size * (attention + mlp)
     vocabulary = model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
     return (layers * _WEIGHT_BITS.get(ref.quantization, _BITS[ref.dtype]) + vocabulary * _BITS[ref.dtype]) // 8
 
@@ -117,13 +125,13 @@ def kv_cache_bytes(spec: Spec, role: str, model: ModelConfig, max_seq_len: int) 
     """
     ref = spec.models[role]
     longest = kv_bytes_per_token(ref, _with_modules(spec, role, model)) * max_seq_len
-    given: int | None = getattr(spec.serving.kv_cache_bytes, role)
+    given: int | None = spec.serving.kv_cache_bytes.of(role)
     if given is None:
         return longest * spec.serving.max_concurrency
     if given < longest:
         raise TrtspecError(
             f"{given} bytes do not hold one sequence of {max_seq_len} tokens of the {role}",
-            where=spec.where(("serving", "kv_cache_bytes", role)),
+            where=spec.where(("serving", "kv_cache_bytes", serving_key(role))),
             expected=f"at least {longest}",
             fix="raise it or lower engine.max_seq_len",
         )
@@ -139,13 +147,32 @@ def _with_modules(spec: Spec, role: str, model: ModelConfig) -> ModelConfig:
 
 def _max_draft_len(spec: Spec, role: str) -> int:
     """Draft tokens that the engine of `role` verifies in one pass."""
-    if spec.speculation.method == "tree" and role == "draft" and spec.engine.runtime == "torch":
+    if spec.speculation.method == "tree" and role in DRAFTS and spec.engine.runtime == "torch":
         return (spec.speculation.tree or Tree()).num_parents  # it takes the tree that has grown so far in one pass
-    if spec.speculation.method == "none" or role == "draft":
+    if spec.speculation.method == "none" or role in DRAFTS:
         return 0
     if role == "middle" and spec.speculation.cascade:
         return spec.speculation.cascade.num_draft_tokens
     return spec.max_draft_len
+
+
+def _require_narrow_tree(spec: Spec, models: Mapping[str, ModelConfig]) -> None:
+    """A node has no more children than there are ids."""
+    speculation, heads = spec.speculation, spec.speculation.medusa
+    if speculation.method == "tree":
+        children, key = max((speculation.tree or Tree()).branching), ("speculation", "tree", "branching")
+    elif speculation.method == "medusa" and heads and heads.choices:
+        children, key = 1 + max(max(path) for path in heads.choices), ("speculation", "medusa", "choices")
+    else:
+        return
+    role = min(models, key=lambda role: models[role].vocab_size)
+    if children > models[role].vocab_size:
+        raise TrtspecError(
+            f"a node of the tree has {children} children, and the vocabulary of the {role} has "
+            f"{models[role].vocab_size} ids",
+            where=spec.where(key),
+            expected=f"at most {models[role].vocab_size}",
+        )
 
 
 def _require_fit(spec: Spec, memory: Mapping[str, Mapping[str, int]]) -> None:

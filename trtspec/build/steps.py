@@ -15,7 +15,9 @@ from trtspec.build.fingerprint import digest
 from trtspec.build.graph import Graph, Results, Step, Task
 from trtspec.build.runtimes import LLM_API, EngineJob, Stage, stages
 from trtspec.build.sources import Sources
+from trtspec.decoding.methods import DRAFTS
 from trtspec.errors import TrtspecError
+from trtspec.models.config import ModelConfig
 from trtspec.spec.rules import role_key
 from trtspec.spec.schema import Mtp, Spec
 from trtspec.trtllm import llmapi
@@ -95,10 +97,6 @@ class _Steps:
                 source = self.sources.open(role)
                 source.check()
                 models[role] = {"fingerprint": source.fingerprint(), "config": asdict(source.config)}
-            if self.spec.speculation.method == "mtp":
-                from trtspec.models.mtp import check_mtp
-
-                check_mtp(self.sources.open("target"), (self.spec.speculation.mtp or Mtp()).num_modules)
             return models | {"heads": self.sources.heads_fingerprint()}
 
         def actions(results: Results) -> list[str]:
@@ -122,13 +120,15 @@ class _Steps:
             from trtspec.models.pair import check_pair
 
             verdicts = {}
-            for role in self.roles[1:]:
-                verdict = check_pair(self.sources.open("target"), self.sources.open(role))
+            for verifier, role in self.spec.pairs:
+                verdict = check_pair(self.sources.open(verifier), self.sources.open(role), verifier=verifier)
                 if verdict.verdict == "refuse":
                     raise TrtspecError(
-                        f"the {role} does not fit the target: {verdict.reasons[0]}",
+                        f"the {role} does not fit the {verifier}: {verdict.reasons[0]}",
                         where=self.spec.where(role_key(role)),
                     )
+                if verifier != "target":
+                    continue
                 if verdict.verdict == "accept_with_note":
                     for reason in verdict.reasons:
                         task.note(reason)
@@ -157,6 +157,7 @@ class _Steps:
         def inputs(results: Results) -> dict[str, Any]:
             return {
                 **self._models(results),
+                "heads": results["resolve"].facts["heads"],
                 **self._sections("target", "speculation", "hardware", "engine"),
                 "serving": self.spec.serving.model_dump(mode="json", include=_PLANNED),
                 "memory": limits.memory_bytes(),
@@ -169,24 +170,41 @@ class _Steps:
             needs=("resolve",),
             inputs=inputs,
             actions=lambda results: ["set the limits of the engines, add up weights and KV caches"],
-            code=("build/limits.py", "spec/gpus.py", "trtllm", "build/runtimes"),
+            code=("build/limits.py", "spec/gpus.py", "trtllm", "build/runtimes", "models"),
         )
 
     def planned(self) -> dict[str, Any]:
-        """Limits and memory of the engines, as JSON, from the models' configs alone.
+        """Limits and memory of the engines, as JSON, from the configs of the models and the headers of heads.
 
         Raises:
-            TrtspecError: a model that cannot be converted or split as the spec says, settings that the runtime does not
-                have, or more memory than there is.
+            TrtspecError: a model that cannot be converted or split as the spec says, heads or modules that are missing
+                or another model's, settings that the runtime does not have, or more memory than there is.
         """
         configs = {role: self.sources.open(role).config for role in self.roles}
         for role, config in configs.items():
             for stage in self.stages:
                 stage.check(self._job(role, {}), config, self.spec)
-        facts = limits.plan(self.spec, configs)
+        facts = limits.plan(self.spec, configs, self._drafting_weights(configs["target"]))
         if self.on_llm_api:
             facts["notes"] += llmapi.remarks(self.spec)
         return facts
+
+    def _drafting_weights(self, target: ModelConfig) -> int:
+        """How many weights the target's engine has to draft with; 0 where it does not draft."""
+        speculation = self.spec.speculation
+        if speculation.method == "medusa" and speculation.medusa and (directory := self.sources.heads()):
+            from trtspec.models.medusa import open_medusa
+
+            heads = open_medusa(directory)
+            heads.check(target, speculation.medusa)
+            return heads.num_weights(speculation.medusa.num_heads)
+        if speculation.method == "mtp":
+            from trtspec.models.mtp import check_mtp, num_module_weights
+
+            source, num_modules = self.sources.open("target"), (speculation.mtp or Mtp()).num_modules
+            check_mtp(source, num_modules)
+            return num_module_weights(source, num_modules)
+        return 0
 
     def stage(self, stage: Stage, before: Stage | None, role: str) -> Step:
         """One stage on the way from the model of `role` to its engine."""
@@ -254,6 +272,7 @@ class _Steps:
             pairs = [("target", "middle" if cascade else "draft", asked)]
             if cascade:
                 pairs.append(("middle", "draft", cascade.num_draft_tokens))
+            pairs += [("target", role, asked) for role in DRAFTS[1:] if role in configs]
             for verifier, proposer, num_draft_tokens in pairs:
                 check_engine_pair(
                     configs[verifier],

@@ -35,13 +35,16 @@ def check(ctx: click.Context, config: Path, overrides: tuple[str, ...]) -> None:
 
     sources = Sources(spec)
     target = sources.open("target")
-    proposers = [role for role in spec.models if role != "target"]
-    if not proposers:
+    if not spec.pairs:
         click.echo(f"pair: method {spec.speculation.method} has no draft model to compare with {target.name}")
-    for role in proposers:
+    for verifier, role in spec.pairs:
         draft = sources.open(role)
-        outcome = check_pair(target, draft)
+        outcome = check_pair(sources.open(verifier), draft, verifier=verifier)
         refused |= outcome.verdict == "refuse"
+        if verifier != "target":  # what else there is to say of it was said beside the target
+            if outcome.verdict == "refuse":
+                click.echo(f"pair: {verifier} with {role} {draft.name}: refuse\n  {outcome.reasons[0]}")
+            continue
         click.echo(f"pair: {target.name} with {role} {draft.name}: {_WORDS[outcome.verdict]}")
         for reason in outcome.reasons:
             click.echo(f"  {reason}")

@@ -6,7 +6,7 @@ engines are or who wrote the settings.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -15,8 +15,9 @@ from .cycle import Drafter
 from .draft_target import AcceptanceMode, DraftModel, Target
 from .engine_call import EngineCall, EngineCalls, one_by_one
 from .ngram import NgramDrafter
-from .tree import BRANCHING, PathsTarget, TreeDrafter, in_one_pass, side_by_side
+from .tree import BRANCHING, MergedTrees, PathsTarget, TreeDrafter, in_one_pass, side_by_side
 
+DRAFTS = ("draft", "draft_2", "draft_3", "draft_4")  # roles of draft models that propose side by side
 IN_ENGINE = ("medusa", "mtp", "eagle", "lookahead", "redrafter")  # drafted in the engine: decoded plainly out here
 
 
@@ -33,7 +34,7 @@ class DraftEngine:
 
 
 Setting = int | tuple[int, ...]
-Engines = Mapping[str, DraftEngine]  # by role: draft, middle
+Engines = Mapping[str, DraftEngine]  # by role: middle, and those of DRAFTS
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Method:
 
     make: Callable[..., Drafter]  # of engines, acceptance and the settings by name
     engines: tuple[str, ...] = ()  # roles that it needs beside the target; the first proposes to the target
+    further: tuple[str, ...] = ()  # roles that may propose to the target too
     settings: tuple[str, ...] = ()  # names of its settings, numbers from 1 on, as in its section of a spec
     lists: tuple[str, ...] = ()  # which of them are several such numbers
     trees: bool = False  # proposes token trees
@@ -69,9 +71,18 @@ class Method:
             settings[name] = numbers if name in self.lists else numbers[0]
         return settings
 
+    def roles(self, present: Container[str]) -> tuple[str, ...]:
+        """Roles that it uses beside the target: those that it needs, and further ones that are `present`."""
+        return (*self.engines, *(role for role in self.further if role in present))
+
+    def proposers(self, present: Container[str]) -> tuple[str, ...]:
+        """Which of `roles` propose to the target; the others propose to one of these."""
+        return tuple(role for role in self.roles(present) if role in (*self.engines[:1], *self.further))
+
     def draft_context(self, engines: Engines) -> int | None:
-        """Tokens that what proposes to the target can hold: `Request.draft_context`."""
-        return engines[self.engines[0]].context if self.engines else None
+        """Tokens that all that propose to the target can hold: `Request.draft_context`."""
+        contexts = [engines[role].context for role in self.proposers(engines)]
+        return min((context for context in contexts if context is not None), default=None)
 
 
 def written(setting: Setting) -> str:
@@ -96,12 +107,18 @@ def make_chain_verifier(method: str, call: EngineCall, calls: EngineCalls) -> Ta
     return PathsTarget(call, calls) if method in METHODS and METHODS[method].trees else Target(call)
 
 
-def calls_at_a_time(method: str, settings: Mapping[str, Setting]) -> int:
-    """Calls to one engine that one generation has under way together, where engines take chains only."""
+def calls_at_a_time(method: str, settings: Mapping[str, Setting], num_drafts: int = 1) -> int:
+    """Calls to one engine that one generation has under way together, where engines take chains only.
+
+    Args:
+        method: the method.
+        settings: its settings.
+        num_drafts: models that propose to the target.
+    """
     if method not in METHODS or not METHODS[method].trees:
         return 1
     branching = settings.get("branching", BRANCHING)
-    return prod(branching) if isinstance(branching, tuple) else branching  # one for each leaf
+    return num_drafts * (prod(branching) if isinstance(branching, tuple) else branching)  # one for each leaf
 
 
 def _draft_model(engines: Engines, acceptance: AcceptanceMode) -> Drafter:
@@ -126,13 +143,16 @@ def _cascade(engines: Engines, acceptance: AcceptanceMode, **settings: int) -> D
 
 
 def _tree(engines: Engines, acceptance: AcceptanceMode, branching: tuple[int, ...] = BRANCHING) -> Drafter:
-    draft = engines["draft"]
     num_parents = sum(prod(branching[:level]) for level in range(1, len(branching)))  # nodes that have children
-    if draft.max_draft_len >= num_parents > 0:
-        node_logits = in_one_pass(draft.call)
-    else:
-        node_logits = side_by_side(draft.calls or one_by_one(draft.call))
-    return TreeDrafter(node_logits, branching, acceptance, num_ids=draft.num_ids)
+    drafters = []
+    for role in METHODS["tree"].roles(engines):
+        draft = engines[role]
+        if draft.max_draft_len >= num_parents > 0:
+            node_logits = in_one_pass(draft.call)
+        else:
+            node_logits = side_by_side(draft.calls or one_by_one(draft.call))
+        drafters.append(TreeDrafter(node_logits, branching, acceptance, num_ids=draft.num_ids, role=role))
+    return MergedTrees(drafters) if len(drafters) > 1 else drafters[0]
 
 
 def _possible(engine: DraftEngine, acceptance: AcceptanceMode) -> AcceptanceMode:
@@ -143,6 +163,8 @@ METHODS = {
     "draft_target": Method(_draft_model, engines=("draft",)),
     "early_exit": Method(_draft_model, engines=("draft",)),
     "ngram": Method(_ngram, settings=("max_ngram", "window")),
-    "tree": Method(_tree, engines=("draft",), settings=("branching",), lists=("branching",), trees=True),
+    "tree": Method(
+        _tree, engines=DRAFTS[:1], further=DRAFTS[1:], settings=("branching",), lists=("branching",), trees=True
+    ),
     "cascade": Method(_cascade, engines=("middle", "draft"), settings=("num_draft_tokens",)),
 }

@@ -29,6 +29,11 @@ class TokenSampler:
         self._history = np.empty(self._context_length + request.max_new_tokens, dtype=np.int32)
         self._history[: self._context_length] = request.input_ids
 
+    @property
+    def greedy(self) -> bool:
+        """Whether tokens are chosen, not drawn."""
+        return self._request.sampling.greedy
+
     def next(self, logits: NDArray[np.floating]) -> int:
         """The token for the current position, from the model's logits [V]: the likeliest one, or a draw."""
         if self._request.sampling.greedy:
@@ -56,6 +61,11 @@ class TokenSampler:
             or len(self.tokens) >= self._request.max_new_tokens
             or any(tuple(self.tokens[-len(stop) :]) == stop for stop in self._request.stop_sequences)
         )
+
+    def take_back(self) -> None:
+        """Undo the last `append`."""
+        self.tokens.pop()
+        self.finished = False  # or there would have been nothing to append to
 
     def _processed(self, logits: NDArray[np.floating]) -> NDArray[np.floating]:
         request = self._request

@@ -31,8 +31,9 @@ class TokenTree:
 
     tokens: NDArray[np.int32]  # [n]
     parents: NDArray[np.int32]  # [n], the node that each one follows, ROOT for the context; parents before children
-    # [n, V], as the draft model gave them, nothing applied: row i is what node i was drawn from, with its elder
-    # siblings taken out (children are drawn one after another, without replacement). None: chosen, not drawn.
+    # [n, V], as a draft model gave them, nothing applied: row i is what node i was drawn from, with its elder siblings
+    # taken out (children are drawn one after another, without replacement). Siblings may come from different draft
+    # models. None: chosen, not drawn.
     logits: NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
@@ -70,6 +71,23 @@ class TokenTree:
         return cls(
             np.array([path[-1] for path in paths], dtype=np.int32),
             np.array([places[path[:-1]] for path in paths], dtype=np.int32),
+        )
+
+    @classmethod
+    def merged(cls, trees: Iterable[TokenTree]) -> TokenTree:
+        """All paths of several trees as one tree: a token that is in two of them at the same place is one node.
+
+        Nodes keep their order, those of the first tree first. The result has no logits; nodes of trees that have no
+        path in common follow each other, and so may their logits.
+        """
+        nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> node
+        for tree in trees:
+            places = {ROOT: ROOT}  # node of this tree -> node of all
+            for node, (token, parent) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
+                places[node] = nodes.setdefault((places[parent], token), len(nodes))
+        return cls(
+            np.array([token for _, token in nodes], dtype=np.int32),
+            np.array([parent for parent, _ in nodes], dtype=np.int32),
         )
 
     def __len__(self) -> int:
@@ -131,9 +149,10 @@ def verify_tree(rows: Rows, request: EngineRequest, tree: TokenTree, uniforms: U
     Greedy: to the child that is the target's argmax. Sampled, without logits: a token is drawn from the target's
     distribution p, and the child that equals it, if any, is where the walk goes on. Sampled, with logits: multi-round
     speculative sampling (Miao et al. 2024, SpecInfer, Alg. 2) over children drawn without replacement: child x is
-    accepted with min(1, p(x) / q(x)); when it is not, p becomes norm(max(0, p - q)), q loses x (norm(q) without it:
-    what the next child was drawn from), and the next child is tried; p of the last round gives the own token. Each
-    round is the rule of a chain for what p is then, so the token follows p exactly, however many children there are.
+    accepted with min(1, p(x) / q(x)); when it is not, p becomes norm(max(0, p - q)) and the next child is tried, with
+    the q that it was drawn from: that of its own draft model without the children before it. p of the last round gives
+    the own token. Each round is the rule of a chain for what p is then, so the token follows p exactly, however many
+    children and draft models there are.
 
     Args:
         rows: row 0 [V] is the target's after the context, row i + 1 after node i. Asked for along the walk only.
@@ -165,21 +184,25 @@ def verify_tree(rows: Rows, request: EngineRequest, tree: TokenTree, uniforms: U
 def _multi_round(row: NDArray[np.floating], tree: TokenTree, children: list[int], sampler: TokenSampler) -> int:
     """The token of the current position; distributed as the target's p, whatever the children are."""
     assert tree.logits is not None
-    position, uniforms = len(sampler.tokens), sampler.uniforms
-    p = sampler.probabilities(row)
-    q = sampler.probabilities(tree.logits[children[0]])  # of one node's children, so the same for all of them
-    for attempt, token in enumerate(tree.tokens[children].tolist()):
-        if keeps_draft(token, p, q, position, uniforms, attempt):
-            return token
-        p, q = residual(p, q), without(q, token)
+    position, uniforms, tokens = len(sampler.tokens), sampler.uniforms, tree.tokens[children].tolist()
+    p, q, drawn_from = sampler.probabilities(row), np.empty(0), None
+    for attempt, (child, token) in enumerate(zip(children, tokens, strict=True)):
+        if drawn_from is not None and np.array_equal(tree.logits[child], drawn_from):  # the same draft model
+            q = without(q, tokens[attempt - 1])
+        else:
+            drawn_from = tree.logits[child]
+            q = without(sampler.probabilities(drawn_from), *tokens[:attempt])
         if not q.any():
             break
+        if keeps_draft(token, p, q, position, uniforms, attempt):
+            return token
+        p = residual(p, q)
     return uniforms.draw(position, p)
 
 
-def without(q: NDArray[np.float64], token: int) -> NDArray[np.float64]:
-    """[V], what the next child is drawn from when `token` was drawn from q; zeros when nothing is left."""
+def without(q: NDArray[np.float64], *tokens: int) -> NDArray[np.float64]:
+    """[V], what the next child is drawn from after `tokens`; zeros when nothing is left."""
     rest = q.copy()
-    rest[token : token + 1] = 0.0
+    rest[[token for token in tokens if token < len(rest)]] = 0.0
     total = rest.sum()
     return rest / total if total > 0.0 else rest

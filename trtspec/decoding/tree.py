@@ -1,12 +1,12 @@
-"""Token trees from a draft model (Miao et al. 2024, SpecInfer): grown level by level, verified as one or path by path.
+"""Token trees from draft models (Miao et al. 2024, SpecInfer): grown level by level, verified as one or path by path.
 
-`TreeDrafter` grows them; `Target` verifies them with an engine that takes trees, `PathsTarget` with one that takes
-chains only. Knows engines by their calls alone.
+`TreeDrafter` grows one, `MergedTrees` makes one of those of several draft models; `Target` verifies them with an engine
+that takes trees, `PathsTarget` with one that takes chains only. Knows engines by their calls alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 
 from .cycle import Generation, Proposal
 from .draft_target import AcceptanceMode, Target, checked_ids, checked_log_probs, engine_request
-from .engine_call import EngineCall, EngineCalls, EngineError, EngineRequest, EngineResult
+from .engine_call import Cancelled, EngineCall, EngineCalls, EngineError, EngineRequest, EngineResult
 from .sampler import TokenSampler
 from .sampling import Uniforms, derive_seed
 from .token_tree import ROOT, TokenTree, without
 from .verify import NO_PROPOSAL, Verification
 
 BRANCHING = (2, 2, 1)  # children of each node, level by level, where nobody says otherwise
+_MAX_DRAFT_ERRORS = 2  # in a row; each may have cost a whole time-out
 
 NodeLogits = Callable[[NDArray[np.int32], TokenTree, Sequence[int], int], Sequence[NDArray[np.float32]]]
 """The draft model's logits [V] after each of some nodes (or ROOT) of a tree that follows a context [L].
@@ -51,6 +52,7 @@ class TreeDrafter:
         acceptance: `tokens`: children are the likeliest tokens, and only ids are proposed. `logits` and `auto`: sampled
             requests draw them, without replacement, and propose the logits along.
         num_ids: ids that the target knows; None for those of the draft.
+        role: name of the draft model; each has random numbers of its own.
         uniforms: from a seed to random numbers.
     """
 
@@ -61,23 +63,45 @@ class TreeDrafter:
         acceptance: AcceptanceMode = "auto",
         *,
         num_ids: int | None = None,
+        role: str = "draft",
         uniforms: Callable[[int], Uniforms] = Uniforms,
     ) -> None:
         self._node_logits = node_logits
         self._branching = tuple(branching)
         self._acceptance = acceptance
         self._num_ids = num_ids
+        self._role = role
         self._uniforms = uniforms
+        self._num_errors = 0  # in a row
 
     def propose(self, generation: Generation, num_draft_tokens: int) -> Proposal:
-        """Grow a tree of up to `num_draft_tokens` levels and `generation.node_room` nodes, level by level."""
+        """Grow a tree of up to `num_draft_tokens` levels and `generation.node_room` nodes."""
+        return _proposal(self.grow(generation, num_draft_tokens, generation.node_room))
+
+    def grow(self, generation: Generation, num_levels: int, num_nodes: int, taken: Collection[int] = ()) -> TokenTree:
+        """A tree, level by level, with logits when its tokens were drawn.
+
+        When the draft model fails on the way, what has grown until then stands: how often it is called depends on what
+        was drawn, and a proposal that is thrown away because of its tokens is no longer distributed as it says.
+
+        Args:
+            generation: what it continues.
+            num_levels: most tokens that follow each other; 1 or more.
+            num_nodes: most nodes; 1 or more.
+            taken: first tokens that another draft model has drawn for the same place.
+
+        Raises:
+            EngineError: the draft model failed twice in a row and is not asked any more.
+        """
+        if self._num_errors >= _MAX_DRAFT_ERRORS:
+            raise EngineError(f"the {self._role} engine failed {self._num_errors} times in a row and is left alone")
         sampling, end_ids = generation.request.sampling, generation.request.end_ids
         drawn = not sampling.greedy and self._acceptance != "tokens"
-        seed = derive_seed(sampling.seed, 0, f"draft from {len(generation.context)}")  # see DraftModel
+        seed = derive_seed(sampling.seed, 0, f"{self._role} from {len(generation.context)}")  # see DraftModel
         # The rule that the target's call goes by: what is drawn here is judged there as drawn from that.
-        rule = engine_request(generation, num_draft_tokens + 1, replace(sampling, seed=seed))
+        rule = engine_request(generation, num_levels + 1, replace(sampling, seed=seed))
         uniforms = self._uniforms(seed)
-        shape = tree_shape(self._branching[:num_draft_tokens], generation.node_room)
+        shape = tree_shape(self._branching[:num_levels], num_nodes)
         tree = TokenTree(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32))
         logits: list[NDArray[np.float32]] = []  # one row a node
         places = {ROOT: ROOT}  # node of the shape -> node of the tree
@@ -86,7 +110,16 @@ class TreeDrafter:
         while parents:
             generation.raise_if_cancelled()
             nodes = [places[parent] for parent in parents]
-            rows = self._node_logits(rule.input_ids, tree, nodes, 1 if drawn else levels)
+            try:
+                rows = self._node_logits(rule.input_ids, tree, nodes, 1 if drawn else levels)
+            except Cancelled:
+                raise
+            except Exception as error:
+                self._num_errors += 1
+                if not len(tree):
+                    raise
+                generation.draft_error = error
+                break
             levels -= 1
             tokens, above = tree.tokens.tolist(), tree.parents.tolist()
             grown = []
@@ -97,7 +130,8 @@ class TreeDrafter:
                     sampler.append(token)
                 children = shape.children(parent)
                 if drawn:
-                    chosen = _without_replacement(sampler, row, len(children), len(tokens))
+                    gone = taken if parent == ROOT else ()
+                    chosen = _without_replacement(sampler, row, len(children), len(tokens), gone)
                 else:
                     chosen = sampler.likeliest(row, len(children))
                 for child, token in zip(children, chosen, strict=False):
@@ -108,17 +142,77 @@ class TreeDrafter:
                     if token not in end_ids and shape.children(child):
                         grown.append(child)
             tree, parents = TokenTree(np.array(tokens, np.int32), np.array(above, np.int32)), grown
-        if not len(tree):
-            return NO_PROPOSAL
-        return Proposal(tree.tokens, np.array(logits, dtype=np.float32) if drawn else None, tree.parents)
+        else:
+            self._num_errors = 0
+        return replace(tree, logits=np.array(logits, dtype=np.float32)) if drawn and len(tree) else tree
 
     def learn(self, verification: Verification) -> None:
         """Nothing: the engine finds the common beginning of the next context by itself."""
 
 
-def _without_replacement(sampler: TokenSampler, row: NDArray[np.float32], count: int, first: int) -> list[int]:
-    """Up to `count` different tokens for nodes `first`, `first` + 1, ..., as many as there are of some probability."""
-    q, chosen = sampler.probabilities(row), []
+class MergedTrees:
+    """Drafter: the trees of several draft models as one (SpecInfer, merge-based).
+
+    Chosen children: what two models find likeliest at the same place is one node. Drawn ones: each model draws its
+    first tokens from what the models before it left, so that no node is drawn twice, and goes on below them alone.
+    A model that fails leaves the others alone; when none is left, that is an error of this drafter.
+
+    Args:
+        drafters: one for each draft model; the nodes that there is room for are divided among them evenly.
+    """
+
+    def __init__(self, drafters: Sequence[TreeDrafter]) -> None:
+        self._drafters = tuple(drafters)
+
+    def propose(self, generation: Generation, num_draft_tokens: int) -> Proposal:
+        """Grow a tree with each draft model, of up to `generation.node_room` nodes together, and merge them."""
+        nodes_each, rest = divmod(generation.node_room, len(self._drafters))
+        trees: list[TokenTree] = []
+        taken: set[int] = set()
+        failed: Exception | None = None
+        for index, drafter in enumerate(self._drafters):
+            if (num_nodes := nodes_each + (index < rest)) == 0:
+                continue
+            try:
+                tree = drafter.grow(generation, num_draft_tokens, num_nodes, taken)
+            except Cancelled:
+                raise
+            except Exception as error:
+                failed = error
+                continue
+            trees.append(tree)
+            taken.update(tree.tokens[tree.children(ROOT)].tolist())
+        if failed is not None:
+            if not trees:
+                raise failed
+            generation.draft_error = failed
+        merged = TokenTree.merged(trees)
+        drawn = [tree.logits for tree in trees if tree.logits is not None]
+        return _proposal(replace(merged, logits=_stacked(drawn)) if drawn else merged)
+
+    def learn(self, verification: Verification) -> None:
+        """Nothing, as in `TreeDrafter`."""
+
+
+def _proposal(tree: TokenTree) -> Proposal:
+    return Proposal(tree.tokens, tree.logits, tree.parents) if len(tree) else NO_PROPOSAL
+
+
+def _stacked(parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """Rows [n, V] below each other; a smaller vocabulary has no probability beyond its own."""
+    size = max(part.shape[1] for part in parts)
+    return np.concatenate(
+        [np.pad(part, ((0, 0), (0, size - part.shape[1])), constant_values=-np.inf) for part in parts]
+    )
+
+
+def _without_replacement(
+    sampler: TokenSampler, row: NDArray[np.float32], count: int, first: int, taken: Collection[int]
+) -> list[int]:
+    """Up to `count` different tokens for nodes `first`, `first` + 1, ..., as many as there are of some probability
+    beside those that are `taken`."""
+    q: NDArray[np.float64] = without(sampler.probabilities(row), *taken)
+    chosen: list[int] = []
     for node in range(first, first + count):
         if not q.any():
             break

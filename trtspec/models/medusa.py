@@ -7,6 +7,7 @@ Knows the formats; does not know what runs the heads.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -75,6 +76,10 @@ class MedusaHeads:
             if head < num_heads:
                 result[f"medusa_heads.{head}.{inner}.{kind}"] = partial(self.read, name)
         return result
+
+    def num_weights(self, num_heads: int) -> int:
+        """How many numbers the first heads hold."""
+        return sum(math.prod(self.shapes[name]) for (head, _, _), name in self.names.items() if head < num_heads)
 
     def check(self, target: ModelConfig, settings: Medusa) -> None:
         """Refuse heads of another target, or other ones than the spec says.

@@ -6,6 +6,8 @@ of the weights only; does not know what runs the modules.
 
 from __future__ import annotations
 
+import math
+
 from trtspec.errors import TrtspecError
 from trtspec.models.config import ModelConfig
 from trtspec.models.source import ModelSource
@@ -17,6 +19,13 @@ def module_prefixes(config: ModelConfig) -> tuple[str, ...]:
     """Where the weights of each module begin: the layers that follow `num_hidden_layers`."""
     first = config.num_hidden_layers
     return tuple(LAYER.format(first + number) for number in range(config.num_nextn_predict_layers))
+
+
+def num_module_weights(source: ModelSource, num_modules: int) -> int:
+    """How many numbers the first modules of a checkpoint hold, by the headers of its files."""
+    prefixes = module_prefixes(source.config)[:num_modules]
+    shapes = (source.shape(name) for name in source.tensor_names() if name.startswith(prefixes))
+    return sum(math.prod(shape) for shape in shapes)
 
 
 def check_mtp(source: ModelSource, num_modules: int) -> None:

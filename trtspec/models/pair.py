@@ -55,13 +55,18 @@ class _Side:
         return repr(self.tokens[i]) if i in self.tokens else "nothing"
 
 
-def check_pair(target: ModelSource, draft: ModelSource) -> PairVerdict:
+def check_pair(target: ModelSource, draft: ModelSource, *, verifier: str = "target") -> PairVerdict:
     """Compare tokenizers id by id, vocabulary sizes, special ids, context lengths and families.
+
+    Args:
+        target: verifies.
+        draft: proposes.
+        verifier: what a refusal calls the first of them: target, or middle.
 
     Raises:
         TrtspecError: a model's tokenizer cannot be read.
     """
-    sides = _Side.of("target", target), _Side.of("draft", draft)
+    sides = _Side.of(verifier, target), _Side.of("draft", draft)
     checks = (_tokenizers, _vocabularies, _special_ids, _contexts, _families)
     findings = sorted((f for check in checks for f in check(*sides)), key=lambda f: -_SEVERITY.index(f.severity))
     return PairVerdict(findings[0].severity, [finding.text for finding in findings])
@@ -81,7 +86,7 @@ def _tokenizers(target: _Side, draft: _Side) -> Iterator[_Finding]:
         yield _Finding(
             "refuse",
             f"the tokenizers differ in {len(different)} of {shared} ids, first in id {i}: {target.token(i)} in the "
-            f"target, {draft.token(i)} in the draft; use a draft with the target's tokenizer",
+            f"{target.role}, {draft.token(i)} in the draft; use a draft with the {target.role}'s tokenizer",
         )
     elif tail:
         larger = target if tail[0] in target.tokens else draft

@@ -55,6 +55,10 @@ class ModelSource(ABC):
     def tensor(self, name: str) -> torch.Tensor:
         """One weight; raises TrtspecError when there is none of that name."""
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one weight, without reading it where its file has a header that says it."""
+        return tuple(self.tensor(name).shape)
+
     @abstractmethod
     def tokenizer_json(self) -> str:
         """The fast tokenizer, serialised."""
@@ -217,6 +221,11 @@ class HFSource(ModelSource):
             raise _no_tensor(name, self.path)
         with safe_open(self._files[name], framework="pt") as file:
             return file.get_tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._files:
+            raise _no_tensor(name, self.path)
+        return tuple(safetensors_header(self._files[name])[name]["shape"])
 
     @property
     def is_quantized(self) -> bool:

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 from trtspec.decoding.cascade import NUM_DRAFT_TOKENS
 from trtspec.decoding.cycle import Block, Request, generate
 from trtspec.decoding.draft_target import AcceptanceMode, Target
 from trtspec.decoding.engine_call import EngineCall
-from trtspec.decoding.methods import METHODS, DraftEngine, Setting, make_drafter
+from trtspec.decoding.methods import METHODS, DraftEngine, Method, Setting, make_drafter
 from trtspec.runtime.early_exit import shared_layers
 from trtspec.runtime.engine import check_engine_pair
 from trtspec.runtime.torch_runtime import TorchRuntime
@@ -52,7 +51,7 @@ def speculate(
     request = replace(request, target_context=request.target_context or target.config.max_seq_len)
     drafter = None
     if row is not None:
-        _check_engines(runtimes, row.engines, request.num_draft_tokens, acceptance, settings)
+        _check_engines(runtimes, row, request.num_draft_tokens, acceptance, settings)
         engines = draft_engines(runtimes, cancelled)
         request = replace(request, draft_context=request.draft_context or row.draft_context(engines))
         drafter = make_drafter(method, engines, acceptance, **settings)
@@ -96,7 +95,7 @@ def draft_engines(
 
 def _check_engines(
     runtimes: Mapping[str, TorchRuntime],
-    roles: Sequence[str],
+    method: Method,
     num_draft_tokens: int,
     acceptance: AcceptanceMode,
     settings: Mapping[str, Setting],
@@ -105,10 +104,11 @@ def _check_engines(
     check_engine_pair(runtimes["target"].config, None, num_draft_tokens)
     between = settings.get("num_draft_tokens", NUM_DRAFT_TOKENS)  # of a cascade, below the target
     assert isinstance(between, int)
-    for verifier, proposer in pairwise(("target", *roles)):
-        to_target = verifier == "target"
+    proposers = method.proposers(runtimes)
+    for proposer in method.roles(runtimes):
+        to_target = proposer in proposers
         check_engine_pair(
-            runtimes[verifier].config,
+            runtimes["target" if to_target else proposers[0]].config,
             runtimes[proposer].config,
             num_draft_tokens if to_target else between,
             draft_logits=to_target and acceptance == "logits",

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -25,8 +25,9 @@ from trtspec.decoding.engine_call import EngineRequest, EngineResult
 from trtspec.decoding.sampler import TokenSampler
 from trtspec.decoding.token_tree import ROOT, TokenTree
 from trtspec.runtime.engine import EngineConfig
+from trtspec.runtime.kernels import linear
 from trtspec.runtime.kv_cache import Sequence
-from trtspec.runtime.llama import Llama, linear
+from trtspec.runtime.llama import Llama
 
 _LINEAR = re.compile(r"medusa_heads\.(?P<head>\d+)\.medusa_layers\.(?P<layer>\d+)\.linear\.weight")
 
@@ -151,9 +152,10 @@ class TreeWalk:
     Lossless: the target's own token is chosen first, by argmax or by a draw from its distribution p, and the walk goes
     on while a child of the tree equals it; so the tokens are those of plain decoding, random numbers included.
 
-    Typical (Medusa, section 2.3.1), for sampled requests: a child x is taken when p(x) > min(epsilon, delta *
-    exp(-H(p))), H the entropy; of several the likeliest (the paper takes the longest path). Without such a child the
-    token is drawn from p. This favours likely tokens: the output is no longer distributed as the target's.
+    Typical (Medusa, section 2.3.1), for sampled requests: a child x is likely enough when p(x) > min(epsilon, delta *
+    exp(-H(p))), H the entropy. Of all paths of such children the longest is taken, of equally long ones that of the
+    likelier elder nodes; the token behind it is drawn from p. This favours likely tokens: the output is no longer
+    distributed as the target's.
     """
 
     def __init__(self, sampler: TokenSampler, settings: MedusaSettings) -> None:
@@ -173,14 +175,15 @@ class TreeWalk:
             row_of: the target's logits [V] behind a node, or behind the context for ROOT.
             chosen: called with the row and the token of each position, before the token is appended.
         """
+        row_of = cache(row_of)
+        typical = self._settings.acceptance == "typical" and not self._sampler.greedy
+        path = [int(tree.tokens[node]) for node in self._longest(tree, row_of, ROOT)] if typical else []
         nodes: list[int] = []
         node: int | None = ROOT
         while node is not None and not self._sampler.finished:
             row = row_of(node)
             children = {int(tree.tokens[child]): child for child in tree.children(node)}
-            token = self._typical(row, children) if children and self._settings.acceptance == "typical" else None
-            if token is None:
-                token = self._sampler.next(row)
+            token = path.pop(0) if path else self._sampler.next(row)
             chosen(row, token)
             self._sampler.append(token)
             node = children.get(token)
@@ -188,13 +191,23 @@ class TreeWalk:
                 nodes.append(node)
         return nodes
 
-    def _typical(self, row: NDArray[np.float32], children: Mapping[int, int]) -> int | None:
-        """The likeliest child above the threshold, None where there is none; greedy requests have p one-hot."""
-        p = self._sampler.probabilities(row)
+    def _longest(self, tree: TokenTree, row_of: Callable[[int], NDArray[np.float32]], node: int) -> list[int]:
+        """The nodes of the longest path below `node` of which all are likely enough."""
+        if self._sampler.finished or not (children := tree.children(node)):
+            return []
+        p = self._sampler.probabilities(row_of(node))
         inside = p[p > 0]
         threshold = min(self._settings.epsilon, self._settings.delta * math.exp(float((inside * np.log(inside)).sum())))
-        token = max(children, key=lambda child: p[child] if child < len(p) else 0.0)
-        return token if token < len(p) and p[token] > threshold else None
+        likely = {child: p[tree.tokens[child]] for child in children if tree.tokens[child] < len(p)}
+        longest: list[int] = []
+        for child in sorted(likely, key=lambda child: -likely[child]):
+            if likely[child] <= threshold:
+                break
+            self._sampler.append(int(tree.tokens[child]))
+            path = [child, *self._longest(tree, row_of, child)]
+            self._sampler.take_back()
+            longest = max(longest, path, key=len)  # the first of equals
+        return longest
 
 
 class Forward(Protocol):

@@ -32,8 +32,9 @@ from trtspec.errors import TrtspecError
 from trtspec.models.mtp import check_mtp, module_prefixes
 from trtspec.models.source import ModelSource
 from trtspec.runtime.engine import EngineConfig
+from trtspec.runtime.kernels import linear
 from trtspec.runtime.kv_cache import Sequence
-from trtspec.runtime.llama import KVCache, Llama, linear, stream_layer
+from trtspec.runtime.llama import KVCache, Llama, stream_layer
 
 _MAX_PASS = 512  # tokens in one forward pass of a module, as in one of the target
 _OWN = ("enorm", "hnorm", "eh_proj", "shared_head.norm")  # of a module, besides a decoder layer

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trtspec.spec.marks import Key
-from trtspec.spec.schema import Choices, ModelRef, Spec
+from trtspec.spec.schema import Choices, ModelRef, Spec, serving_key
 
 MAX_FREE_DRAFT_TOKENS = 64
 MAX_TREE_NODES = 256
@@ -193,10 +193,10 @@ def _devices(spec: Spec) -> Iterator[Broken]:
     """Every model gets as many GPUs of a node as it is split over; processes and fast logits go together."""
     serving = spec.serving
     for role, model in spec.models.items():
-        devices: tuple[int, ...] | None = getattr(serving.gpu_device_ids, role)
+        devices: tuple[int, ...] | None = serving.gpu_device_ids.of(role)
         if devices is None:
             continue
-        key: Key = ("serving", "gpu_device_ids", role)
+        key: Key = ("serving", "gpu_device_ids", serving_key(role))
         if len(devices) != len(set(devices)) or len(devices) != model.world_size:
             problem = f"{list(devices)} are not the {model.world_size} different GPUs that the {role} is split over"
             yield Broken(key, problem, "name each GPU once, tensor_parallel x pipeline_parallel of them")
@@ -254,6 +254,8 @@ def _why_no_paged_context(spec: Spec, model: ModelRef) -> tuple[str, str] | None
 
 def role_key(role: str) -> Key:
     """Where the model of a role stands in the spec."""
+    if role.startswith("draft_"):  # draft_2 is the first further one
+        return ("speculation", "tree", "drafts", int(role.removeprefix("draft_")) - 2)
     return {
         "target": ("target",),
         "draft": ("speculation", "draft"),

@@ -170,10 +170,12 @@ class Ngram(Section):
 
 
 class Tree(Section):
-    """SpecInfer: the draft proposes a token tree."""
+    """SpecInfer: the draft proposes a token tree, or several drafts do, whose trees are merged."""
 
     branching: IntList = (2, 2, 1)
-    """Children of each node, level by level."""
+    """Children of each node of a draft's tree, level by level."""
+    drafts: Annotated[tuple[ModelRef, ...], Strict(False), Field(max_length=3)] = ()
+    """Up to three more draft models beside speculation.draft, each with a tree of its own: roles draft_2 to draft_4."""
 
     @property
     def depth(self) -> int:
@@ -182,12 +184,13 @@ class Tree(Section):
 
     @property
     def num_nodes(self) -> int:
-        """Nodes without the root: tokens proposed a cycle."""
-        return sum(math.prod(self.branching[:level]) for level in range(1, self.depth + 1))
+        """Nodes without the root, of the trees of all drafts: tokens proposed a cycle."""
+        each = sum(math.prod(self.branching[:level]) for level in range(1, self.depth + 1))
+        return each * (1 + len(self.drafts))
 
     @property
     def num_parents(self) -> int:
-        """Nodes that have children."""
+        """Nodes of one draft's tree that have children."""
         return sum(math.prod(self.branching[:level]) for level in range(1, self.depth))
 
 
@@ -223,6 +226,11 @@ class Lookahead(Section):
         """max_draft_len of the engine: (0 if N = 1 else N - 2) + (W - 1 + G)(N - 1), as TensorRT-LLM computes it."""
         w, n, g = self.window_size, self.ngram_size, self.verification_set_size
         return max(n - 2, 0) + (w - 1 + g) * (n - 1)
+
+
+def serving_key(role: str) -> str:
+    """Where a role's value stands in the sections that have one for each model: several drafts share one."""
+    return "draft" if role.startswith("draft_") else role
 
 
 def _default_num_draft_tokens(data: dict[str, Any]) -> int:
@@ -374,35 +382,43 @@ class Calibration(Section):
     """Prompts in one forward pass."""
 
 
-class PerModelSize(Section):
+class PerModel(Section):
+    """Base of sections with a value for each model."""
+
+    def of(self, role: str) -> Any:
+        """The value for a role (a key of `Spec.models`)."""
+        return getattr(self, serving_key(role))
+
+
+class PerModelSize(PerModel):
     """A byte size for each model."""
 
     target: Size | None = None
     """Bytes for the target, such as 256MiB."""
     draft: Size | None = None
-    """Bytes for the draft."""
+    """Bytes for the draft; for each, where there are several."""
     middle: Size | None = None
     """Bytes for the middle model of a cascade."""
 
 
-class PerModelDevices(Section):
+class PerModelDevices(PerModel):
     """GPU numbers for each model."""
 
     target: DeviceList | None = None
     """GPUs of the target."""
     draft: DeviceList | None = None
-    """GPUs of the draft."""
+    """GPUs of the draft; of each, where there are several."""
     middle: DeviceList | None = None
     """GPUs of the middle model of a cascade."""
 
 
-class PerModelFraction(Section):
+class PerModelFraction(PerModel):
     """A fraction of free GPU memory for each model, in the order in which they load."""
 
     target: Fraction | None = None
     """Fraction for the target."""
     draft: Fraction | None = None
-    """Fraction for the draft."""
+    """Fraction for the draft; for each, where there are several."""
     middle: Fraction | None = None
     """Fraction for the middle model of a cascade."""
 
@@ -487,15 +503,19 @@ class Parity(Section):
     top_p: Fraction = 0.95
     """Top-p of the second sampled setting; 1 is off."""
     num_samples: Positive = 400
-    """Tokens drawn in the sampled check, both settings together; more see smaller deviations."""
+    """Tokens drawn in the sampled check, all settings together; more see smaller deviations."""
+    detect: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Total variation that the sampled check is to find with probability 95 %, instead of num_samples."""
     num_draws: Annotated[int, Field(ge=0)] = 80
     """Answers of two tokens drawn for one prompt in the check of plain counts; 0 leaves it out."""
     tolerance: Annotated[float, Field(ge=0)] | None = None
     """Largest difference of reference logits that still counts as a tie; unset is chosen by dtype."""
+    reference_dtype: Literal["float32", "subject"] = "float32"
+    """Type in which the reference computes: float32, or the target's own."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the sampled check."""
     false_alarm_rate: Annotated[float, Field(gt=0, lt=1)] = 0.001
-    """Probability that the sampled check fails although the output is right."""
+    """Probability that a run fails although the output is right; all statistical checks share it."""
     checkpoint: CheckpointBudget = CheckpointBudget()
     """Budget of the comparison of checkpoints with their models."""
 
@@ -548,15 +568,23 @@ class Spec(Section):
 
     @property
     def models(self) -> dict[str, ModelRef]:
-        """The models that are loaded, by role, in the order target, middle, draft; only those the method uses."""
+        """The models that are loaded, by role, in the order target, middle, drafts; only those the method uses."""
         models = {"target": self.target}
         if self.speculation.method == "cascade" and self.speculation.cascade:
             models["middle"] = self.speculation.cascade.middle
         if self.speculation.method in ("draft_target", "tree", "cascade") and self.speculation.draft:
             models["draft"] = self.speculation.draft
+        if self.speculation.method == "tree" and self.speculation.tree:
+            models |= {f"draft_{number}": draft for number, draft in enumerate(self.speculation.tree.drafts, 2)}
         if self.speculation.method == "early_exit" and self.speculation.early_exit:
             models["draft"] = self.target.model_copy(update={"num_layers": self.speculation.early_exit.layer})
         return models
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Who verifies what whom proposes, by role; every draft also has to fit the target."""
+        pairs = [("target", role) for role in self.models if role != "target"]
+        return [*pairs, ("middle", "draft")] if "middle" in self.models else pairs
 
     @property
     def max_draft_len(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trtspec.decoding.methods import DRAFTS
 from trtspec.errors import TrtspecError
 from trtspec.runtime.engine import EngineConfig, check_engine_pair
 from trtspec.triton import contract
@@ -127,14 +128,16 @@ def _pipeline_faults(shown: Path, configs: Mapping[str, ModelConfig], engines: M
 
 def _pair_faults(where: Path, values: Mapping[str, str], loaded: Mapping[str, EngineConfig]) -> Iterator[str]:
     """Each engine of a pipeline verifies what the one below it proposes."""
-    target, middle, draft = (
-        loaded.get(values.get(f"tensorrt_llm_{role}model_name", "")) for role in ("", "middle_", "draft_")
+    target, middle, draft, *further = (
+        loaded.get(values.get(f"tensorrt_llm_{role}model_name", ""))
+        for role in ("", "middle_", *(f"{draft}_" for draft in DRAFTS))
     )
     assert target is not None
     wanted = int(values["num_draft_tokens"])
     pairs = [(target, draft if middle is None else middle, wanted)]
     if middle is not None:
         pairs.append((middle, draft, int(values["cascade_num_draft_tokens"])))
+    pairs += [(target, other, wanted) for other in further if other is not None]
     for verifies, proposes, count in pairs:
         try:
             check_engine_pair(

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from trtspec.decoding.methods import METHODS
+from trtspec.decoding.methods import DRAFTS, METHODS
 
 LOGITS = "LOGITS"
 LOGITS_DTYPES = {"float32": "FP32", "float16": "FP16"}  # engine.logits_dtype -> Triton
@@ -425,14 +425,17 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 _BLS_PARAMETERS = _keys(
     """
-    accumulate_tokens tensorrt_llm_model_name tensorrt_llm_draft_model_name tensorrt_llm_middle_model_name
-    multimodal_encoders_name
-    acceptance add_bos bos_token bos_token_id call_timeout_s chat_template draft_max_seq_len draft_rest_s
-    draft_returns_logits draft_vocab_size end_id end_ids eos_token exclude_input_in_output greedy_only logits_dtype
-    max_concurrency max_draft_len max_input_len method middle_max_seq_len middle_returns_logits middle_vocab_size
+    accumulate_tokens tensorrt_llm_model_name multimodal_encoders_name
+    acceptance add_bos bos_token bos_token_id call_timeout_s chat_template draft_rest_s
+    end_id end_ids eos_token exclude_input_in_output greedy_only logits_dtype
+    max_concurrency max_draft_len max_input_len method
     num_draft_tokens pad_id plain_chunk_tokens skip_special_tokens target_max_seq_len vocab_size
     """
-) | {f"{method}_{setting}" for method, row in METHODS.items() for setting in row.settings}
+)
+_BLS_PARAMETERS |= {f"{method}_{setting}" for method, row in METHODS.items() for setting in row.settings}
+for _role in ("middle", *DRAFTS):
+    _BLS_PARAMETERS |= {f"tensorrt_llm_{_role}_model_name"}
+    _BLS_PARAMETERS |= {f"{_role}_{fact}" for fact in ("max_seq_len", "returns_logits", "vocab_size")}
 MODEL_PARAMETERS = {
     "preprocessing": frozenset({"add_bos", "bos_token_id", "end_id", "pad_id", "vocab_size"}),
     "postprocessing": frozenset({"skip_special_tokens"}),

@@ -109,7 +109,7 @@ def engine_parameters(
     if fraction is not None:
         parameters["kv_cache_free_gpu_mem_fraction"] = f"{fraction:.6f}".rstrip("0").rstrip(".")
     if spec.engine.runtime != "torch":  # what was planned is a cache of the GPU's type; the stand-in computes in others
-        kv_cache_bytes = getattr(serving.kv_cache_bytes, role)
+        kv_cache_bytes = serving.kv_cache_bytes.of(role)
     if kv_cache_bytes is not None:
         parameters["trtspec_kv_cache_bytes"] = str(kv_cache_bytes)
     return parameters | _decoding(spec) | serving.engine_parameters

@@ -25,7 +25,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-ENGINE_MODELS = ("tensorrt_llm_draft", "tensorrt_llm_middle", "tensorrt_llm")  # in the order of loading
+# in the order of loading
+ENGINE_MODELS = (
+    *("tensorrt_llm_draft", "tensorrt_llm_draft_2", "tensorrt_llm_draft_3", "tensorrt_llm_draft_4"),
+    *("tensorrt_llm_middle", "tensorrt_llm"),
+)
 UNARY_MODEL = "tensorrt_llm_bls_unary"
 LLMAPI_MODEL = "tensorrt_llm"
 SAYS = "launch: "  # before every line of the launcher's own

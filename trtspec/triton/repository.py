@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtspec.decoding.methods import METHODS, written
+from trtspec.decoding.methods import DRAFTS, METHODS, written
 from trtspec.runtime.engine import EngineConfig
 from trtspec.triton import contract
 from trtspec.triton.check import check_repository
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trtspec.spec.schema import Spec
 
 BLS, BLS_UNARY = "tensorrt_llm_bls", "tensorrt_llm_bls_unary"
-ENGINE_MODELS = {"target": "tensorrt_llm", "middle": "tensorrt_llm_middle", "draft": "tensorrt_llm_draft"}
+ENGINE_MODELS = {"target": "tensorrt_llm"} | {role: f"tensorrt_llm_{role}" for role in ("middle", *DRAFTS)}
 _SOURCES = Path(__file__).parent / "models"
 _DECODING = Path(__file__).parents[1] / "decoding"
 _TEXT_SOURCES = ("tensors.py", "tokenization.py")
@@ -49,9 +49,9 @@ def write_repository(
     kv_cache_bytes: Mapping[str, int] | None = None,
     kv_cache_fractions: Mapping[str, float] | None = None,
 ) -> Path:
-    """Write the models preprocessing, tensorrt_llm, tensorrt_llm_draft and tensorrt_llm_middle (with such engines),
-    tensorrt_llm_bls (decoupled, for streams), tensorrt_llm_bls_unary (for infer and /generate), postprocessing and
-    ensemble.
+    """Write the models preprocessing, tensorrt_llm, tensorrt_llm_ROLE of each engine that drafts (draft, middle,
+    draft_2, ...), tensorrt_llm_bls (decoupled, for streams), tensorrt_llm_bls_unary (for infer and /generate),
+    postprocessing and ensemble.
 
     Args:
         out_dir: the repository; an older one in its place is replaced whole.
@@ -148,7 +148,7 @@ def _engine_model(role: str, spec: Spec, parameters: Parameters) -> ModelConfig:
 
 
 def _fraction(spec: Spec, role: str, derived: Mapping[str, float]) -> float | None:
-    given: float | None = getattr(spec.serving.kv_cache_free_gpu_mem_fraction, role)
+    given: float | None = spec.serving.kv_cache_free_gpu_mem_fraction.of(role)
     return derived.get(role, given)
 
 
@@ -179,7 +179,7 @@ def _bls_model(
         "draft_rest_s": _DRAFT_REST_S,
         "call_timeout_s": f"{spec.serving.call_timeout_s:g}",
     }
-    for role in method.engines if method else ():
+    for role in method.roles(configs) if method else ():
         parameters[f"tensorrt_llm_{role}_model_name"] = ENGINE_MODELS[role]
         parameters[f"{role}_max_seq_len"] = str(configs[role].max_seq_len)
         parameters[f"{role}_vocab_size"] = str(configs[role].vocab_size)

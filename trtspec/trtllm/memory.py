@@ -19,7 +19,7 @@ from trtspec.errors import TrtspecError
 from trtspec.models.config import ModelConfig
 from trtspec.spec.gpus import GPUS
 from trtspec.spec.marks import Key, dotted
-from trtspec.spec.schema import ModelRef, Spec
+from trtspec.spec.schema import ModelRef, Spec, serving_key
 from trtspec.trtllm.placement import device_ids, load_order
 
 DEFAULT_FRACTION = 0.9  # the backend's own, for a model that has what is left to itself
@@ -104,7 +104,7 @@ def load_sequence(memory_gb: float, loads: Sequence[Load], where: Callable[[Key]
                 raise TrtspecError(
                     f"the {load.role} cannot load: its weights take {load.weights:.1f} GB of GPU {gpu}, and "
                     f"{free[gpu]:.1f} GB are left there after the {before[gpu]} has taken its part",
-                    where=where(("serving", _FRACTIONS, before[gpu])),
+                    where=where(("serving", _FRACTIONS, serving_key(before[gpu]))),
                     fix="lower it, or remove it to have it derived",
                 )
         assert load.fraction is not None, "default_fractions comes first"
@@ -112,7 +112,7 @@ def load_sequence(memory_gb: float, loads: Sequence[Load], where: Callable[[Key]
         if kv_cache < load.longest:
             raise TrtspecError(
                 f"the {load.role}'s KV cache gets {kv_cache:.2f} GB, and one longest sequence needs {load.longest:.2f}",
-                where=where(("serving", _FRACTIONS, load.role)),
+                where=where(("serving", _FRACTIONS, serving_key(load.role))),
                 fix="raise it, lower those of models that load before, or lower engine.max_seq_len",
             )
         for gpu in load.gpus:
@@ -187,7 +187,7 @@ def share_gpus(
             Load(
                 role=role,
                 weights=weights[role] / ref.world_size / 1e9,
-                fraction=getattr(spec.serving.kv_cache_free_gpu_mem_fraction, role),
+                fraction=spec.serving.kv_cache_free_gpu_mem_fraction.of(role),
                 gpus=gpus[role],
                 kv_cache=longest * spec.engine.max_batch_size,
                 longest=longest,

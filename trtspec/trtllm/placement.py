@@ -8,12 +8,13 @@ not know memory, config.pbtxt or containers.
 
 from __future__ import annotations
 
+from trtspec.decoding.methods import DRAFTS
 from trtspec.errors import TrtspecError
 from trtspec.spec.schema import Spec
 
 # A KV cache takes a part of the memory that is free when its model loads, so the order of loading is part of the plan:
 # the target comes last and takes what the others leave.
-LOAD_ORDER = ("draft", "middle", "target")
+LOAD_ORDER = (*DRAFTS, "middle", "target")
 
 
 def load_order(spec: Spec) -> list[str]:
@@ -29,7 +30,7 @@ def load_order(spec: Spec) -> list[str]:
 def device_ids(spec: Spec) -> dict[str, tuple[int, ...]]:
     """Role -> GPUs, one for each rank; on several nodes the GPUs of the second count on from those of the first."""
     return {
-        role: getattr(spec.serving.gpu_device_ids, role) or tuple(range(model.world_size))
+        role: spec.serving.gpu_device_ids.of(role) or tuple(range(model.world_size))
         for role, model in spec.models.items()
     }
 

@@ -22,7 +22,7 @@ import triton_python_backend_utils as pb_utils
 from trtspec_decoding.cycle import Block, Drafter, generate
 from trtspec_decoding.detokenize import continuation_ids
 from trtspec_decoding.engine_call import EngineError
-from trtspec_decoding.methods import IN_ENGINE, DraftEngine, calls_at_a_time, make_chain_verifier, make_drafter
+from trtspec_decoding.methods import IN_ENGINE, METHODS, DraftEngine, calls_at_a_time, make_chain_verifier, make_drafter
 
 from .bls_request import ClientRequest, Settings, read_request
 from .engine_model import EngineModel
@@ -54,16 +54,20 @@ class TritonPythonModel:
         )
         self._continuation_ids = continuation_ids(self._tokenization.token_to_id)
         self._engines: dict[str, EngineModel] = {}
+        row = METHODS.get(settings.method)
+        proposers = row.proposers(settings.engines) if row else ()
+        num_calls = calls_at_a_time(settings.method, settings.drafting, len(proposers))
         num_ids = settings.vocab_size
         for role, engine in settings.engines.items():  # what one answers, those before it must know
-            num_ids = min(num_ids, engine.vocab_size)
+            above = settings.vocab_size if role in proposers else num_ids
+            num_ids = min(above, engine.vocab_size)
             self._engines[role] = EngineModel(
                 engine.name,
                 vocab_size=engine.vocab_size,
                 num_ids=num_ids,
                 logits_dtype=settings.logits_dtype,
                 timeout_s=settings.call_timeout_s,
-                max_calls=settings.max_concurrency * calls_at_a_time(settings.method, settings.drafting),
+                max_calls=settings.max_concurrency * num_calls,
                 rest_s=0.0 if role == "target" else settings.draft_rest_s,
             )
         self._requests = ThreadPoolExecutor(settings.max_concurrency, thread_name_prefix="request")

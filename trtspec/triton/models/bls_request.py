@@ -105,7 +105,7 @@ class Settings:
             return cls(
                 method=method,
                 drafting=_drafting(method, row, parameters) if row else {},
-                engines={role: _engine(role, parameters) for role in ("target", *(row.engines if row else ()))},
+                engines={role: _engine(role, parameters) for role in ("target", *_roles(row, parameters))},
                 logits_dtype=parameters["logits_dtype"],
                 greedy_only=parameters["greedy_only"] == "true",
                 acceptance=parameters["acceptance"],
@@ -135,6 +135,12 @@ def _drafting(name: str, method: Method, parameters: Mapping[str, str]) -> dict[
         )
     except ValueError as error:
         raise ValueError(f"parameter {prefix}{error}") from None
+
+
+def _roles(row: Method | None, parameters: Mapping[str, str]) -> tuple[str, ...]:
+    """The engines beside the target: those that the method needs, and further ones that the parameters name."""
+    named = {role for role in row.further if f"tensorrt_llm_{role}_model_name" in parameters} if row else ()
+    return row.roles(named) if row else ()
 
 
 def _engine(role: str, parameters: Mapping[str, str]) -> EngineSettings:
