@@ -17,7 +17,7 @@ import click
 from trtspec import __version__
 from trtspec.errors import EXIT_ERROR, EXIT_INTERRUPTED, TrtspecError
 
-# name -> what it does; the command object is trtspec.cli.<name>:<name>.
+# name -> what it does; the command object is trtspec.cli.<name>:<name>, of two words trtspec.cli.<both>:<second>.
 COMMANDS = {
     "config": "Write, validate and show spec files.",
     "check": "Check that target and draft pair and that this release can build the spec.",
@@ -26,6 +26,8 @@ COMMANDS = {
     "stop": "Stop a server started with serve --detach.",
     "generate": "Stream text from a running server.",
     "parity": "Check checkpoints, engines and server against the reference sampler.",
+    "parity diff": "Show where the answers in two traces part.",
+    "parity replay": "Judge a trace again, without models.",
     "inspect": "Say what an engine or a checkpoint is, and whether it fits this host and its partner.",
     "doctor": "Check driver, GPUs, container, versions, disk and ports of this host.",
     "plan": "Choose an exit layer or a token tree by what is measured.",
@@ -43,13 +45,15 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = getattr(importlib.import_module(f"trtspec.cli.{cmd_name}"), cmd_name)
+        command = getattr(importlib.import_module(f"trtspec.cli.{cmd_name.replace(' ', '_')}"), cmd_name.split()[-1])
         assert isinstance(command, click.Command)
         return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if " ".join(args[:2]) in COMMANDS:
+            args = [" ".join(args[:2]), *args[2:]]
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             close = get_close_matches(args[0], COMMANDS, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else f" Commands: {', '.join(COMMANDS)}."

@@ -8,11 +8,14 @@ cancelled, and one channel serves any number of streams. Knows nothing of how th
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from trtspec.errors import TrtspecError
 
@@ -24,6 +27,10 @@ STREAMING_MODEL = "tensorrt_llm_bls"
 UNARY_MODEL = "tensorrt_llm_bls_unary"
 CONTROL_KEY = "trtspec-control"  # name of the header that carries a server's control key
 _CONTROL_TIMEOUT_S = 10.0  # for calls that do not generate
+
+
+class ServerGone(TrtspecError):
+    """Nobody answers at the address, or no longer."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +80,13 @@ class Chunk:
         text: the new text; may be empty.
         output_ids: ids of the new tokens; None if the server does not send them.
         stats: figures of the whole generation, on the last piece only.
+        log_probs: one for each of the new tokens, where asked for; None if the server does not send them.
     """
 
     text: str
     output_ids: list[int] | None = None
     stats: GenerationStats | None = None
+    log_probs: list[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -91,15 +100,20 @@ class Completion:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What the BLS model's configuration says.
+    """What a model's configuration says.
 
     Attributes:
         batched: inputs carry a leading batch dimension.
+        decoupled: it may answer one request with several responses.
+        inputs, outputs: names of its tensors.
         chat_template: the model's chat template (jinja2), or None.
         special_tokens: names that the template may use, such as bos_token -> text.
     """
 
     batched: bool
+    decoupled: bool
+    inputs: frozenset[str]
+    outputs: frozenset[str]
     chat_template: str | None
     special_tokens: dict[str, str]
 
@@ -156,16 +170,24 @@ class Client:
         seed: int | None = None,
         stop: Sequence[str] = (),
         bad_words: Sequence[str] = (),
+        end_id: int | None = None,
+        log_probs: bool = False,
         num_draft_tokens: int | None = None,
         stream: bool = True,
+        exclude_input: bool | None = True,
+        model: str | None = None,
         timeout_s: float = 600.0,
     ) -> Iterator[Chunk]:
         """Generate text; settings left out are the server's (greedy, its default number of draft tokens).
 
         Args:
             prompt: plain text, any chat template already applied.
+            end_id: id that ends the answer instead of the model's own; -1: only its length does.
+            log_probs: asks for the log probabilities of the new tokens.
             num_draft_tokens: draft tokens a cycle; 0 decodes plainly.
             stream: as it comes, through the decoupled model; else in one piece, through the unary model.
+            exclude_input: text without the prompt.
+            model: another model with the same tensors; it streams only if it is decoupled.
             timeout_s: longest time for the whole generation, in seconds.
 
         Yields:
@@ -176,7 +198,8 @@ class Client:
         """
         import grpc
 
-        model = STREAMING_MODEL if stream else UNARY_MODEL
+        model = model or (STREAMING_MODEL if stream else UNARY_MODEL)
+        info = self.info(model)
         request = self._request(
             model,
             text_input=prompt,
@@ -191,26 +214,29 @@ class Client:
             seed=seed,
             stop_words=list(stop) or None,
             bad_words=list(bad_words) or None,
+            end_id=end_id,
+            return_log_probs=log_probs or None,
             num_draft_tokens=num_draft_tokens,
-            stream=stream,
-            exclude_input_in_output=True,
+            stream=stream if "stream" in info.inputs else None,
+            exclude_input_in_output=exclude_input,
         )
         started = time.monotonic()
         first_text_at = None
         outputs: dict[str, Any] = {}
-        responses = self._stream(request, timeout_s) if stream else self._unary(request, timeout_s)
+        responses = self._stream(request, timeout_s) if info.decoupled else self._unary(request, timeout_s)
         try:
             for response in responses:
                 received = _outputs(response)
                 outputs |= received
                 text, ids = received.get("text_output", ""), received.get("output_ids")
+                scores = received.get("output_log_probs") if log_probs else None
                 if text and first_text_at is None:
                     first_text_at = time.monotonic()
-                if response.parameters["triton_final_response"].bool_param or not stream:
+                if response.parameters["triton_final_response"].bool_param or not info.decoupled:
                     first = None if first_text_at is None else first_text_at - started
-                    yield Chunk(text, ids, _stats(outputs, time.monotonic() - started, first))
+                    yield Chunk(text, ids, _stats(outputs, time.monotonic() - started, first), scores)
                     return
-                yield Chunk(text, ids)
+                yield Chunk(text, ids, log_probs=scores)
             raise TrtspecError("the server ended the answer before it was complete", where=self.url)
         except grpc.RpcError as error:
             raise self._explain(error, timeout_s, after_text=first_text_at is not None) from error
@@ -225,6 +251,40 @@ class Client:
         ids = [token for chunk in chunks for token in chunk.output_ids or ()]
         sent = any(chunk.output_ids is not None for chunk in chunks)
         return Completion("".join(chunk.text for chunk in chunks), ids if sent else None, stats)
+
+    def infer(
+        self, model: str, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str], timeout_s: float = 600.0
+    ) -> Iterator[dict[str, NDArray[Any]]]:
+        """Ask any model: tensors in, tensors out, one dictionary a response; those without tensors are left out.
+
+        Raises:
+            TrtspecError: no server, its error message, or the time is over.
+        """
+        import grpc
+        from tritonclient.grpc import InferResult, service_pb2
+        from tritonclient.utils import np_to_triton_dtype
+
+        request = service_pb2.ModelInferRequest(model_name=model)
+        request.parameters["triton_enable_empty_final_response"].bool_param = True
+        for name, array in inputs.items():
+            request.inputs.add(name=name, datatype=np_to_triton_dtype(array.dtype), shape=array.shape)
+            request.raw_input_contents.append(np.ascontiguousarray(array).tobytes())
+        for name in outputs:
+            request.outputs.add(name=name)
+        decoupled = self.info(model).decoupled
+        responses = self._stream(request, timeout_s) if decoupled else self._unary(request, timeout_s)
+        try:
+            for response in responses:
+                result = InferResult(response)
+                if response.outputs:
+                    yield {output.name: result.as_numpy(output.name) for output in response.outputs}
+                if response.parameters["triton_final_response"].bool_param or not decoupled:
+                    return
+            raise TrtspecError("the server ended the answer before it was complete", where=self.url)
+        except grpc.RpcError as error:
+            raise self._explain(error, timeout_s) from error
+        finally:
+            responses.close()
 
     def ready(self) -> bool:
         """Whether the server says that it and all its models are ready; it may still not answer."""
@@ -259,6 +319,9 @@ class Client:
             texts = {key: value.string_value for key, value in answer.config.parameters.items()}
             self._info[model] = ModelInfo(
                 batched=answer.config.max_batch_size > 0,
+                decoupled=answer.config.model_transaction_policy.decoupled,
+                inputs=frozenset(tensor.name for tensor in answer.config.input),
+                outputs=frozenset(tensor.name for tensor in answer.config.output),
                 chat_template=texts.get("chat_template") or None,
                 special_tokens={name: texts[name] for name in ("bos_token", "eos_token") if name in texts},
             )
@@ -340,8 +403,8 @@ class Client:
         code, details = error.code(), error.details() or ""
         if code == grpc.StatusCode.UNAVAILABLE and not self._live():  # a model may say UNAVAILABLE of its own
             if after_text:
-                return TrtspecError("the server went away in the middle of the answer", where=self.url)
-            return TrtspecError(f"no server at {self.url}", fix="start one with trtspec serve CONFIG")
+                return ServerGone("the server went away in the middle of the answer", where=self.url)
+            return ServerGone(f"no server at {self.url}", fix="start one with trtspec serve CONFIG")
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
             return TrtspecError(f"no complete answer within {timeout_s:g} s", where=self.url)
         return _server_error(details or code.name, self.url)
@@ -360,6 +423,8 @@ _INPUTS = {  # name -> datatype on the wire, field of InferTensorContents that c
     "seed": ("UINT64", "uint64_contents"),
     "stop_words": ("BYTES", "bytes_contents"),
     "bad_words": ("BYTES", "bytes_contents"),
+    "end_id": ("INT32", "int_contents"),
+    "return_log_probs": ("BOOL", "bool_contents"),
     "num_draft_tokens": ("INT32", "int_contents"),
     "stream": ("BOOL", "bool_contents"),
     "exclude_input_in_output": ("BOOL", "bool_contents"),
@@ -374,14 +439,14 @@ def _server_error(message: str, url: str) -> TrtspecError:
 
 
 def _outputs(response: service_pb2.ModelInferResponse) -> dict[str, Any]:
-    """Output name -> str, list of ints (output_ids) or a number; batch 1."""
+    """Output name -> str, list of numbers (output_ids, output_log_probs) or a number; batch 1."""
     from tritonclient.grpc import InferResult
 
     result = InferResult(response)
     values: dict[str, Any] = {}
     for output in response.outputs:
         array = result.as_numpy(output.name).ravel()
-        if output.name == "output_ids":
+        if output.name in ("output_ids", "output_log_probs"):
             values[output.name] = array.tolist()
         elif output.datatype == "BYTES":
             values[output.name] = b"".join(array.tolist()).decode("utf-8", errors="replace")
