@@ -16,7 +16,7 @@ from trtspec.decoding.engine_call import EngineCall, EngineRequest, EngineResult
 from trtspec.decoding.sampler import TokenSampler
 from trtspec.decoding.sampling import SamplingParams
 from trtspec.decoding.verify import verify
-from trtspec.parity.subjects import InProcess
+from trtspec.parity.subjects.in_process import InProcess
 from trtspec.parity.trial import Case, Trial
 from trtspec.parity.yardstick import Yardstick
 
@@ -89,9 +89,27 @@ def decode(ids: list[int]) -> str:
     return "".join(chr(ord("a") + i) for i in ids)
 
 
+class RememberingYardstick(Yardstick):
+    """Without penalties a distribution depends on its row alone, and a table has few rows: computes each one once."""
+
+    def distribution(
+        self, row: np.ndarray, context: Sequence[int], sampling: SamplingParams, *, slack: float | None = None
+    ) -> np.ndarray:
+        if sampling.penalised and len(context):
+            return super().distribution(row, context, sampling, slack=slack)
+        settings = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        key = (row.tobytes(), settings, slack, self.end_ids)
+        if key not in _DISTRIBUTIONS:
+            _DISTRIBUTIONS[key] = super().distribution(row, (), sampling, slack=slack)
+        return _DISTRIBUTIONS[key]
+
+
+_DISTRIBUTIONS: dict[tuple[object, ...], np.ndarray] = {}
+
+
 def trial(**changes: object) -> Trial:
     """A run over four one-token prompts, as the command would set it up."""
-    yardstick = Yardstick(
+    yardstick = RememberingYardstick(
         target=TARGET,
         draft=DRAFT,
         vocab_size=VOCAB,
@@ -173,14 +191,3 @@ def without_memory_of_rejection(table: Table) -> EngineCall:
         return result
 
     return call
-
-
-def greedy_drafts_with_logits(table: Table) -> EngineCall:
-    """A draft that proposes its argmax, and hands over the softmax as if the token had been drawn from it."""
-    plain = engine(table)
-    return lambda request: plain(replace(request, sampling=replace(request.sampling, temperature=0.0)))
-
-
-def same_seed_every_call(call: EngineCall, seed: int = 7) -> EngineCall:
-    """An engine that starts its random numbers again at every call of one request."""
-    return lambda request: call(replace(request, sampling=replace(request.sampling, seed=seed)))

@@ -9,14 +9,19 @@ from trtspec.parity.statistics import (
     chi_square,
     detectable,
     detectable_draws,
-    favourite,
     holm,
     independence,
+    indicator,
     leaning,
+    mixture,
     odds,
     overlap,
     pooled,
+    radius,
     rarest,
+    reuse,
+    surprise,
+    total_variation,
     transform,
     uniformity,
 )
@@ -45,14 +50,68 @@ def test_overlap_terms_by_hand() -> None:
     p, q = np.array([0.6, 0.2, 0.2, 0.0]), np.array([0.3, 0.4, 0.1, 0.2])
     # s = [.5, 1, .5, 0], E s = sum(min(p, q)) = .6, Var s = .15 + .2 + .05 - .36 = .04
     assert odds(p, q) == pytest.approx([0.5, 2.0, 0.5, 0.0])
-    assert overlap(p, q, 1) == pytest.approx((0.4, 0.04))
-    assert overlap(p, q, 0) == pytest.approx((-0.1, 0.04))
+    # E (s - E s)^3: up .2 * .4^3 = .0128, down .8 * .1^3 = .0008
+    assert overlap(p, q, 1) == pytest.approx((0.4, 0.04, 0.0128, 0.0008))
+    assert overlap(p, q, 0) == pytest.approx((-0.1, 0.04, 0.0128, 0.0008))
 
 
-def test_favourite_terms_by_hand() -> None:
-    p, q = np.array([0.6, 0.2, 0.2, 0.0]), np.array([0.3, 0.4, 0.1, 0.2])  # the draft's first choice is id 1
-    assert favourite(p, q, 1) == pytest.approx((0.8, 0.16))
-    assert favourite(p, q, 2) == pytest.approx((-0.2, 0.16))
+def test_terms_of_a_single_id_by_hand() -> None:
+    p = np.array([0.6, 0.2, 0.2, 0.0])
+    assert indicator(p, 1, 1) == pytest.approx((0.8, 0.16, 0.1024, 0.0064))
+    assert indicator(p, 1, 2) == pytest.approx((-0.2, 0.16, 0.1024, 0.0064))
+    assert indicator(p, 3, 0) == (0.0, 0.0, 0.0, 0.0)
+
+
+def test_surprise_and_reuse_by_hand() -> None:
+    p = np.array([0.5, 0.25, 0.25, 0.0])  # entropy 1.5 ln 2; the deviations are -.5 and .5 of ln 2
+    assert surprise(p, 0)[:2] == pytest.approx((-0.5 * np.log(2), 0.25 * np.log(2) ** 2))
+    q = np.array([0.5, 0.5, 0.0, 0.0])  # half of the drafts of id 1 are rejected, at quantile .75 in the mean
+    assert reuse(p, q, 1)[0] == pytest.approx(0.5 * 0.25 * 0.75)
+
+
+def test_likelihood_ratio_of_a_mixture_by_hand() -> None:
+    found = mixture("", np.array([2.0, 0.0]), "mixed")
+    best = np.mean([1.01, 1.03, 1.1, 1.3])  # after the first token; the second speaks against it
+    assert found.statistic == pytest.approx(best)
+    assert found.p_value == pytest.approx(1 / best)
+    assert mixture("", np.ones(10), "mixed").p_value == 1.0
+
+
+def test_a_few_rare_jumps_are_no_evidence() -> None:
+    """A model that is nearly certain: 1000 tokens, each the other one with probability .001. Three of them are nothing
+    special, and a normal law would give a p-value below .05; with 20 times as many tokens, 60 instead of 20 are."""
+    p = np.array([0.999, 0.001])
+    few = np.array([indicator(p, 1, token) for token in [1] * 4 + [0] * 996])
+    many = np.array([indicator(p, 1, token) for token in [1] * 60 + [0] * 19940])
+    assert leaning("", few, WORDS).p_value == 1.0
+    assert leaning("", many, WORDS).p_value < 1e-8
+
+
+def test_a_sum_of_rare_jumps_is_not_called_significant_too_often() -> None:
+    """Hypothesis: `leaning` rejects right data at level .01 no more often than that, where a model is nearly sure.
+
+    60 tokens with laws of little entropy, 4000 samples; at a true rate of .01 more than 60 rejections have probability
+    1e-3. The normal law alone rejects more often than that.
+    """
+    rng = np.random.default_rng(5)
+    laws = [rng.dirichlet(np.full(50, 0.02)) + 1e-9 for _ in range(60)]
+    laws = [p / p.sum() for p in laws]
+    terms = [np.array([surprise(p, token) for token in range(50)]) for p in laws]
+    draws = np.array([rng.choice(50, size=4000, p=p) for p in laws]).T
+    total = sum(own[draws[:, place]] for place, own in enumerate(terms))  # [4000, 4]
+    found = [leaning("", sums[None], WORDS).p_value for sums in total]
+    z = np.abs(total[:, 0]) / np.sqrt(total[:, 1])
+    assert 0 < sum(p_value < 0.01 for p_value in found) <= 60
+    assert sum(p_value < 0.001 for p_value in found) < (z > 3.29).sum()
+
+
+def test_total_variation_with_bounds() -> None:
+    # sqrt(2 (ln(2^4 - 2) + ln 20) / 400) / 2 = .0839
+    assert radius(400, 4, 0.05) == pytest.approx(0.08393, rel=1e-3)
+    low, middle, high = total_variation(np.array([130, 90, 90, 90]), np.full(4, 100.0), 0.05)
+    assert (low, middle) == (0.0, pytest.approx(0.075))
+    assert high == pytest.approx(0.1589, rel=1e-3)
+    assert radius(0, 4) == radius(10, 1) == 1.0
 
 
 def test_holm_by_hand() -> None:
@@ -99,7 +158,7 @@ def test_one_absurd_token_is_found_and_a_rare_one_is_not() -> None:
 def test_words_say_which_way_the_deviation_goes() -> None:
     assert uniformity("", np.linspace(0.0, 0.5, 50), WORDS).words == "small"
     assert uniformity("", np.linspace(0.5, 1.0, 50), WORDS).words == "large"
-    assert leaning("", np.array([[0.3, 0.1]] * 50), WORDS).words == "small"
+    assert leaning("", np.array([[0.3, 0.1, 0.01, 0.01]] * 50), WORDS).words == "small"
 
 
 def test_transforms_are_uniform_exactly_when_the_tokens_are_draws() -> None:

@@ -3,28 +3,57 @@
 Draws conversations, transforms each token as `statistics` explains, and tests the transforms. Knows how transforms are
 grouped and judged; their mathematics are in `statistics`.
 
-The transforms of all conversations, one after the other, are one stream, and the test looks at exactly the first
-`num_samples` of it. A stream that ended where a conversation happens to end would not be a fair sample: how long a
-conversation is depends on its tokens.
+The transforms of all conversations, one after the other, are one stream, and a look judges exactly so many of it as
+were planned. A stream that ended where a conversation happens to end would not be a fair sample: how long a
+conversation is depends on its tokens. A check that runs out of time cuts its last answer where the time was over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from trtspec.decoding.sampling import SamplingParams, probabilities, processed_logits
-from trtspec.parity import statistics
+from trtspec.errors import TrtspecError
+from trtspec.parity import power, statistics
 from trtspec.parity.result import Check, Finding, Verdict, worst
-from trtspec.parity.statistics import Evidence
-from trtspec.parity.subjects import Answer, Query, Subject
+from trtspec.parity.statistics import NO_MOMENTS, Evidence, Moments
+from trtspec.parity.subjects import END, Answer, Query, Subject, Unsupported
 from trtspec.parity.trial import Case, Trial
 
 SAMPLED = "sampled"
+HYPOTHESIS = "each sampled token is a draw from the reference's distribution given the tokens before it"
+PENALISED = SamplingParams(temperature=1.0, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3)
 BLIND = 0.4  # a sample that cannot see a total variation of this size says nothing useful
 _MAX_FAULTS = 5  # faults after which more of the same teach nothing
+_NUM_TOLD = 3  # tokens shown with a deviation
+_MAX_PENALTY = 3.0  # logits beyond which a larger penalty counts no more
+_BINS = 20
+
+FIRST, LATER, BONUS = "first tokens of a pass", "later tokens of a pass", "bonus tokens"
+_HINTS = {
+    FIRST: "the rule of acceptance, and what a rejected token is replaced from",
+    LATER: "the logits that later draft tokens are judged by, and the KV cache behind accepted ones",
+    BONUS: "what the token after a full acceptance is drawn from",
+    "setting ": "temperature, top-k, top-p, min-p and the penalties of this setting",
+    "all tokens, by id": "the random numbers, and the draw from a distribution",
+    "all tokens, by probability": "temperature, top-k, top-p, and the logits themselves",
+    "all tokens, draft's first choice": "draft tokens that are its first choice, but judged as if drawn",
+    "all tokens": "the rule of acceptance, the residual, and whether q is what the draft was drawn from",
+    "seen tokens, of the same pass": "whether penalties count the tokens of the same pass, accepted drafts too",
+    "draft overlap, by id": "random numbers that draw a draft token and decide on it as well",
+    "last id kept": "which ids top-k and top-p keep at their border",
+    "end id": "how the end id is judged: min_tokens, bans, its logit",
+    "seen tokens": "what the penalties count: the prompt, the output, and no rejected draft token",
+    "least probable token": "the token named here; top-k and top-p",
+    "neighbours": "random numbers that are used for two purposes, or two positions",
+    "same place, next pass": "random numbers that start again in each pass",
+    "same position, next answer": "whether the seed of the request is used",
+}
 
 
 @dataclass(frozen=True)
@@ -34,64 +63,109 @@ class Transforms:
     Attributes:
         conversation: running number of the answer it belongs to.
         setting: which of the trial's samplings it was drawn with.
+        prompt: number of its prompt.
+        position: its place in the output, from 0.
         place: tokens emitted since the target's last pass began to emit, before this one.
-        last_place: the place of the token that follows a full acceptance (the number of draft tokens).
+        last_place: the place of the token that follows a full acceptance (the number of draft tokens); 0: not known.
+        token: its id, or `END`.
+        probability: of the token, by the reference.
+        spread: probability that two draws from the reference differ here.
+        v: the uniform numbers behind the three transforms.
         by_id, by_probability: its transform in these orders.
         by_odds: its transform in the order of the draft's odds; without a draft, by_probability.
+        surprise: the terms of the score test of the temperature, whose score is -log p.
         overlap, favourite: the terms of the functions of these names in `statistics`; zeros without a draft.
+        reuse: the terms of `statistics.reuse`; zeros without a draft.
+        seen, seen_in_pass: the terms of the score test of all penalties, and of those for tokens of the same pass;
+            zeros without any.
+        border: the terms of the least probable id that top-k, top-p and min-p leave; zeros if they leave all.
+        end: the terms of the end id.
+        ratio: q/p of the token; 1 without a draft.
     """
 
     conversation: int
     setting: int
+    prompt: int
+    position: int
     place: int
     last_place: int
+    token: int
+    probability: float
+    spread: float
+    v: tuple[float, float, float]
     by_id: float
     by_probability: float
     by_odds: float
-    overlap: tuple[float, float]
-    favourite: tuple[float, float]
+    surprise: Moments = NO_MOMENTS
+    overlap: Moments = NO_MOMENTS
+    favourite: Moments = NO_MOMENTS
+    reuse: Moments = NO_MOMENTS
+    seen: Moments = NO_MOMENTS
+    seen_in_pass: Moments = NO_MOMENTS
+    border: Moments = NO_MOMENTS
+    end: Moments = NO_MOMENTS
+    ratio: float = 1.0
+
+
+class _Test(NamedTuple):
+    """A test of the battery, and which tokens push it the way it deviates, bool `[n]`."""
+
+    evidence: Evidence
+    pushing: np.ndarray
 
 
 def check_sampled(trial: Trial, subject: Subject) -> Check:
     """Each token is a draw from the reference's distribution given the tokens before it.
 
-    Under this hypothesis the check raises a false alarm with probability `trial.alpha` at most, over all its tests
-    (Holm). It is inconclusive if it finds nothing and could not have seen a total variation of `BLIND`.
+    Under this hypothesis the check raises a false alarm with probability `trial.alpha` at most, over all its looks and
+    tests. It stops at the first look that finds a fault, and passes at the last one only. It is inconclusive if it
+    finds nothing and could not have seen a total variation of `BLIND`.
     """
-    stream, findings = collect(trial, subject)
-    evidence = judge(stream, len(trial.samplings))
-    findings += trial.rejections(SAMPLED, subject.name, evidence)
-    overall = statistics.detectable(len(stream), trial.alpha / len(evidence))
-    power = f"{overall:.2f} over all tokens"
-    if trial.num_draft_tokens:
-        num_bonus = sum(token.place == token.last_place for token in stream)
-        power += f", {statistics.detectable(num_bonus, trial.alpha / len(evidence)):.2f} in {num_bonus} bonus tokens"
-    verdicts = [finding.verdict for finding in findings]
-    verdicts.append(Verdict.PASS if overall <= BLIND else Verdict.INCONCLUSIVE)
-    return Check(
-        name=SAMPLED,
-        subject=subject.name,
-        hypothesis="each sampled token is a draw from the reference's distribution given the tokens before it",
-        verdict=worst(verdicts),
-        evidence=f"{len(stream)} tokens, smallest p-value {min(test.p_value for test in evidence):.2g} of "
-        f"{len(evidence)} tests; total variation found with probability 95 %: {power}",
-        findings=tuple(findings),
-        statistics=evidence,
-    )
+    stream: list[Transforms] = []
+    findings: list[Finding] = []
+    judged: tuple[Evidence, ...] = judge(stream, len(trial.samplings))
+    refused: dict[int, str] = {}
+    looks = _Looks(trial)
+    for tokens, problems in _answers(trial, subject, refused):
+        stream += tokens
+        findings += problems
+        hopeless = _num_faults(findings) >= _MAX_FAULTS
+        for size, share in looks.due(len(stream), len(tokens), hopeless):
+            judged, law = _look(replace(trial, alpha=trial.alpha * share), subject.name, stream[:size])
+            findings += law
+            if law:
+                break
+        trial.advance(looks.fraction)
+        if looks.over or hopeless or any(finding.prompt is None for finding in findings):
+            break
+    if len(refused) == len(trial.samplings):
+        reason = "; ".join(sorted(set(refused.values())))
+        return Check(SAMPLED, subject.name, HYPOTHESIS, Verdict.NOT_APPLICABLE, reason)
+    return _check(trial, subject.name, stream[: looks.size], judged, findings, refused, looks.speed)
+
+
+def plan(trial: Trial, tokens_per_second: float | None = None) -> power.Plan:
+    """What the check of this trial will see; of a budget in time, once the speed is known."""
+    tokens = trial.num_samples
+    if trial.seconds and tokens_per_second:
+        tokens = power.Budget(seconds=trial.seconds).tokens_at(tokens_per_second)
+    tests = num_tests(len(trial.samplings))
+    return power.plan(tokens, trial.alpha, tests, _lengths(trial), tokens_per_second=tokens_per_second)
+
+
+def num_tests(num_settings: int) -> int:
+    """How many tests share the false-alarm rate of the check."""
+    return len(judge([], num_settings))
 
 
 def collect(trial: Trial, subject: Subject) -> tuple[list[Transforms], list[Finding]]:
     """The first `num_samples` transforms of the stream of conversations, and what is wrong beyond any statistics."""
-    rng = np.random.default_rng((trial.seed, 1))
     stream: list[Transforms] = []
     findings: list[Finding] = []
-    for number, (case, setting, query) in enumerate(conversations(trial)):
-        answer = subject.generate(query)
-        tokens, problems = transforms(trial, subject.name, case, query, answer, rng)
-        stream += [replace(token, conversation=number, setting=setting) for token in tokens]
+    for tokens, problems in _answers(trial, subject, {}):
+        stream += tokens
         findings += problems
-        trial.advance(min(1.0, len(stream) / trial.num_samples))
-        if len(stream) >= trial.num_samples or sum(f.verdict == Verdict.FAULT for f in findings) >= _MAX_FAULTS:
+        if len(stream) >= trial.num_samples or _num_faults(findings) >= _MAX_FAULTS:
             break
     return stream[: trial.num_samples], findings
 
@@ -103,7 +177,7 @@ def conversations(trial: Trial) -> Iterator[tuple[Case, int, Query]]:
     lengths, because the bonus token is rare behind long drafts. What a prompt gets depends on its number alone, so that
     it is the same in a run on this prompt only.
     """
-    lengths = (trial.num_draft_tokens, 1) if trial.num_draft_tokens > 1 else (trial.num_draft_tokens,)
+    lengths = _lengths(trial)
     turn = 0
     while True:
         for case in trial.cases:
@@ -138,36 +212,65 @@ def transforms(
                 break
         v_id, v_probability, v_odds = rng.random(3)
         by_probability = by_odds = statistics.transform(p, index, v_probability, score=p)
-        overlap = favourite = (0.0, 0.0)
+        terms: dict[str, Any] = {}
         if draft_rows is not None:
-            q = draft_distribution(draft_rows[position], sampling)
-            by_odds = statistics.transform(p, index, v_odds, score=statistics.odds(p, q))
-            overlap = statistics.overlap(p, q, index)
-            favourite = statistics.favourite(p, q, index)
+            q = draft_distribution(draft_rows[position], context, sampling, yardstick.end_ids)
+            odds = statistics.odds(p, q)
+            by_odds = statistics.transform(p, index, v_odds, score=odds)
+            terms = {
+                "overlap": statistics.overlap(p, q, index),
+                "favourite": statistics.indicator(p, int(q.argmax()), index),
+                "reuse": statistics.reuse(p, q, index),
+                "ratio": float(odds[index]),
+            }
+        if sampling.penalised:
+            terms["seen"] = statistics.against(p, _penalties(p, yardstick.distribution(row, (), sampling)), index)
+            if place:
+                before = yardstick.distribution(row, context[:-place], sampling)
+                terms["seen_in_pass"] = statistics.against(p, _penalties(p, before), index)
+        if (kept := np.flatnonzero(p)).size < len(p):
+            terms["border"] = statistics.indicator(p, int(kept[p[kept].argmin()]), index)
+        if yardstick.end_ids:
+            terms["end"] = statistics.indicator(p, yardstick.end_ids[0], index)
         result.append(
             Transforms(
                 conversation=0,
                 setting=0,
+                prompt=case.number,
+                position=position,
                 place=place,
                 last_place=query.num_draft_tokens,
+                token=token,
+                probability=float(p[index]),
+                spread=max(0.0, 1.0 - float((p * p).sum())),
+                v=(v_id, v_probability, v_odds),
                 by_id=statistics.transform(p, index, v_id),
                 by_probability=by_probability,
                 by_odds=by_odds,
-                overlap=overlap,
-                favourite=favourite,
+                surprise=statistics.surprise(p, index),
+                **terms,
             )
         )
     return result, findings
 
 
-def draft_distribution(row: np.ndarray, sampling: SamplingParams) -> np.ndarray:
+def draft_distribution(
+    row: np.ndarray, context: Sequence[int], sampling: SamplingParams, end_ids: Sequence[int]
+) -> np.ndarray:
     """What the draft draws from, float64 `[vocab]`; by the decoding core's own quick rule, since it decides nothing.
 
     Args:
         row: the draft's logits `[vocab]`.
-        sampling: how to draw; penalties are left out.
+        context: prompt and output so far.
+        sampling: how to draw.
+        end_ids: counted at the first of them, as `Yardstick.distribution` does.
     """
-    return probabilities(processed_logits(row, np.empty(0, dtype=np.int32), 0, sampling), sampling)
+    q = probabilities(processed_logits(row, np.array(context, dtype=np.int64), 0, sampling), sampling)
+    if len(end_ids) > 1:
+        total = q[list(end_ids)].sum()
+        q[list(end_ids)] = 0.0
+        q[end_ids[0]] = total
+    return q
 
 
 def places(answer: Answer) -> list[int]:
@@ -181,48 +284,285 @@ def places(answer: Answer) -> list[int]:
 
 def judge(stream: Sequence[Transforms], num_settings: int) -> tuple[Evidence, ...]:
     """All tests of a stream; always the same ones, so that their number does not depend on the data."""
-    by_id, by_probability, by_odds = (
-        np.array([getattr(token, name) for token in stream]) for name in ("by_id", "by_probability", "by_odds")
-    )
-    overlap, favourite = (np.array([getattr(token, name) for token in stream]) for name in ("overlap", "favourite"))
-    place = np.array([token.place for token in stream], dtype=int)
-    last_place = np.array([token.last_place for token in stream], dtype=int)
-    setting = np.array([token.setting for token in stream], dtype=int)
-    groups = {
-        "all tokens": np.full(len(stream), True),
-        "first tokens of a pass": place == 0,
-        "later tokens of a pass": (place > 0) & (place < last_place),
-        "bonus tokens": (place > 0) & (place >= last_place),
-    }
+    return tuple(test.evidence for test in _battery(stream, num_settings))
+
+
+def _battery(stream: Sequence[Transforms], num_settings: int) -> list[_Test]:
+    """Each test looks at a kind of fault, over all tokens or where it would live."""
+    columns = _columns(stream)
+    everywhere = np.full(len(stream), True)
+    groups = _groups(columns["place"], columns["last_place"])
     likely = ("too many probable tokens", "too many improbable tokens")
     draft = ("the output leans towards the draft", "the output leans away from the draft")
-    return (
-        statistics.uniformity("all tokens, by id", by_id, ("too many low ids", "too many high ids")),
-        statistics.uniformity("all tokens, by probability", by_probability, likely),
-        *(
-            statistics.uniformity(f"setting {n + 1}, by probability", by_probability[setting == n], likely)
-            for n in range(num_settings)
-        ),
-        *(statistics.uniformity(f"{name}, by draft odds", by_odds[chosen], draft) for name, chosen in groups.items()),
-        *(statistics.leaning(f"{name}, draft overlap", overlap[chosen], draft) for name, chosen in groups.items()),
-        statistics.leaning("all tokens, draft's first choice", favourite, draft),
-        statistics.rarest("least probable token", by_probability),
-        statistics.independence("neighbours", *_pairs(stream, [0] * len(stream))),
-        statistics.independence("same place, next pass", *_pairs(stream, place.tolist())),
+    tests: list[_Test] = []
+
+    def uniformity(name: str, order: str, where: np.ndarray, words: tuple[str, str]) -> None:
+        evidence = statistics.uniformity(name, columns[order][where], words)
+        side = columns[order] < 0.5 if evidence.words == words[0] else columns[order] >= 0.5
+        tests.append(_Test(evidence, where & side))
+
+    def leaning(name: str, score: str, where: np.ndarray, words: tuple[str, str]) -> None:
+        evidence = statistics.leaning(name, columns[score][where], words)
+        tests.append(_Test(evidence, where & (columns[score][:, 0] * evidence.statistic > 0)))
+
+    def independence(name: str, kinds: Sequence[tuple[int, ...]], order: str = "by_id") -> None:
+        first, second = _pairs(kinds)
+        u, weights = columns[order], columns["spread"][first] * columns["spread"][second]
+        evidence = statistics.independence(name, u[first], u[second], weights)
+        tests.append(_Test(evidence, np.isin(np.arange(len(stream)), second)))
+
+    uniformity("all tokens, by id", "by_id", everywhere, ("too many low ids", "too many high ids"))
+    uniformity("all tokens, by probability", "by_probability", everywhere, likely)
+    for number in range(num_settings):
+        where = columns["setting"] == number
+        uniformity(f"setting {number + 1}, by probability", "by_probability", where, likely)
+        leaning(f"setting {number + 1}, surprise", "surprise", where, likely[::-1])
+    for name, where in groups.items():
+        leaning(f"{name}, surprise", "surprise", where, likely[::-1])
+    for name, where in {"all tokens": everywhere, **groups}.items():
+        uniformity(f"{name}, by draft odds", "by_odds", where, draft)
+        leaning(f"{name}, draft overlap", "overlap", where, draft)
+    leaning("all tokens, draft's first choice", "favourite", everywhere, draft)
+    mixed = statistics.mixture("all tokens, mixed with the draft", columns["ratio"], "some tokens come from the draft")
+    tests.append(_Test(mixed, columns["ratio"] > 1.0))
+    leaning(
+        "seen tokens", "seen", everywhere, ("ids that were seen come too often", "ids that were seen come too rarely")
+    )
+    leaning(
+        "seen tokens, of the same pass",
+        "seen_in_pass",
+        everywhere,
+        ("ids of the same pass come too often", "ids of the same pass come too rarely"),
+    )
+    leaning("draft overlap, by id", "reuse", everywhere, ("rejections favour high ids", "rejections favour low ids"))
+    leaning("last id kept", "border", everywhere, ("it comes too often", "it comes too rarely"))
+    leaning("end id", "end", everywhere, ("answers end too soon", "answers end too late"))
+    tests.append(_Test(statistics.rarest("least probable token", columns["by_probability"]), everywhere))
+    independence("neighbours", [(token.conversation,) for token in stream])
+    independence("neighbours, by draft odds", [(token.conversation,) for token in stream], "by_odds")
+    independence("same place, next pass", [(token.conversation, token.place) for token in stream])
+    independence("same position, next answer", [(token.position,) for token in stream])
+    return tests
+
+
+def _columns(stream: Sequence[Transforms]) -> dict[str, np.ndarray]:
+    """The stream, one array for each field of `Transforms`."""
+    columns = {field.name: np.array([getattr(token, field.name) for token in stream]) for field in fields(Transforms)}
+    for field in fields(Transforms):
+        if field.default == NO_MOMENTS:
+            columns[field.name] = columns[field.name].reshape(-1, len(NO_MOMENTS))
+    return columns
+
+
+def _groups(place: np.ndarray, last_place: np.ndarray) -> dict[str, np.ndarray]:
+    """Where in its cycle a token stands, bool `[n]` each.
+
+    A subject that drafts by itself, or tells nothing of its passes, has tokens beyond the last place; such belong
+    nowhere, or, where no last place is known, to the later ones.
+    """
+    return {
+        FIRST: place == 0,
+        LATER: (place > 0) & ((place < last_place) | (last_place == 0)),
+        BONUS: (place > 0) & (place == last_place),
+    }
+
+
+def _pairs(kinds: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of the last token of the same kind before each token, and of these tokens."""
+    last: dict[tuple[int, ...], int] = {}
+    pairs = []
+    for index, kind in enumerate(kinds):
+        if kind in last:
+            pairs.append((last[kind], index))
+        last[kind] = index
+    first, second = np.array(pairs, dtype=int).reshape(-1, 2).T
+    return first, second
+
+
+def _penalties(p: np.ndarray, without: np.ndarray) -> np.ndarray:
+    """What the penalties take from the logit of each id, `[vocab]`, up to a constant; 0 where either excludes it."""
+    both = (p > 0) & (without > 0)
+    logs = np.log(without, out=np.zeros_like(p), where=both) - np.log(p, out=np.zeros_like(p), where=both)
+    return np.clip(logs, -_MAX_PENALTY, _MAX_PENALTY)
+
+
+class _Looks:
+    """When the stream is judged, and with which share of the false-alarm rate.
+
+    Args:
+        trial: plans `num_samples` tokens, or as many as its `seconds` allow at the speed of the first answers.
+    """
+
+    def __init__(self, trial: Trial, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._seconds = clock, trial.seconds
+        self._planned = None if trial.seconds else trial.num_samples
+        self._begin = self._before = clock()
+        self._num_answers = 0
+        self._spent = 0.0
+        self._num = 0
+        self.size = 0  # tokens that the last look judged
+        self.over = False
+
+    @property
+    def fraction(self) -> float:
+        """How much of the plan is done."""
+        return min(1.0, self._num / self._planned) if self._planned else 0.0
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second so far, subject and reference together."""
+        return self._num / max(1e-9, self._clock() - self._begin)
+
+    def due(self, num: int, new: int, last: bool) -> Iterator[tuple[int, float]]:
+        """Number of tokens and share of each look that an answer makes possible.
+
+        Args:
+            num: tokens so far.
+            new: those of the last answer.
+            last: no more will come.
+        """
+        now, before = self._clock(), self._before
+        self._num, self._before = num, now
+        self._num_answers += 1
+        if self._planned is None and self._num_answers > 1 and num:
+            self._planned = max(num, int(self.speed * (self._seconds or 0.0)))
+        planned, end = self._planned or num, num
+        if self._seconds and now - self._begin >= self._seconds:
+            # The answer is cut where the time was over: to end with an answer would favour some lengths.
+            within = (self._begin + self._seconds - before) / max(1e-9, now - before)
+            end, last = max(1, num - new + int(new * min(1.0, max(0.0, within)))), True
+        for fraction in power.LOOKS:
+            size = max(1, int(planned * fraction))
+            if self._spent < fraction and size <= end and self._planned:
+                self.size, self.over = size, fraction == 1.0
+                share, self._spent = fraction - self._spent, fraction
+                yield size, share
+        if last and not self.over and end:
+            self.size, self.over = end, True
+            yield end, 1.0 - self._spent
+
+
+def _answers(
+    trial: Trial, subject: Subject, refused: dict[int, str]
+) -> Iterator[tuple[list[Transforms], list[Finding]]]:
+    """Transforms and faults of one conversation after the other.
+
+    Settings that the subject cannot honour are left out, with the reason in `refused`; ends when all are.
+    """
+    rng = np.random.default_rng((trial.seed, 1))
+    for number, (case, setting, query) in enumerate(conversations(trial)):
+        if len(refused) == len(trial.samplings):
+            return
+        if setting in refused:
+            continue
+        try:
+            answer = subject.generate(query)
+        except Unsupported as reason:
+            refused[setting] = str(reason)
+            continue
+        except TrtspecError as error:
+            yield [], [trial.refused(SAMPLED, subject.name, case, error)]
+            continue
+        tokens, problems = transforms(trial, subject.name, case, query, answer, rng)
+        tokens = [replace(token, conversation=number, setting=setting) for token in tokens]
+        trial.note(
+            SAMPLED,
+            {
+                "prompt": case.number,
+                "seed": query.sampling.seed,
+                "tokens": [vars(token).copy() for token in tokens],
+                "settings": len(trial.samplings),
+                "num_samples": trial.num_samples,
+                "alpha": trial.alpha,
+            },
+        )
+        yield tokens, problems
+
+
+def _look(trial: Trial, subject: str, stream: Sequence[Transforms]) -> tuple[tuple[Evidence, ...], list[Finding]]:
+    """The tests of the stream, and those that reject, the clearest first."""
+    battery = _battery(stream, len(trial.samplings))
+    evidence = tuple(test.evidence for test in battery)
+    near = (test for test in battery if test.evidence.p_value <= trial.alpha)
+    more = {test.evidence.name: _advice(trial, stream, test) for test in near}
+    return evidence, trial.rejections(SAMPLED, subject, evidence, more)
+
+
+def _advice(trial: Trial, stream: Sequence[Transforms], test: _Test) -> str:
+    """Where to look for the cause, and the least probable tokens that push the test."""
+    name = test.evidence.name
+    hint = next(words for start, words in _HINTS.items() if name.startswith(start))
+    told = sorted((stream[index] for index in np.flatnonzero(test.pushing)), key=lambda token: token.probability)
+    shown = ", ".join(
+        f"prompt {token.prompt} answer {token.conversation + 1} token {token.position} "
+        f"{'the end' if token.token == END else repr(trial.yardstick.piece(token.token))} "
+        f"(probability {token.probability:.2g})"
+        for token in told[:_NUM_TOLD]
+    )
+    return f"; look at {hint}" + (f"; most surprising: {shown}" if shown else "")
+
+
+def _check(
+    trial: Trial,
+    subject: str,
+    stream: Sequence[Transforms],
+    evidence: tuple[Evidence, ...],
+    findings: Sequence[Finding],
+    refused: Mapping[int, str],
+    speed: float,
+) -> Check:
+    """The outcome, with what was reached."""
+    columns = _columns(stream)
+    level = power.level(trial.alpha, len(evidence))
+    overall = statistics.detectable(len(stream), level)
+    reached = [f"{overall:.2f} over all tokens"]
+    groups = _groups(columns["place"], columns["last_place"])
+    for name, where in groups.items():
+        if num := int(where.sum()):
+            reached.append(f"{statistics.detectable(num, level):.2f} in {num} {name}")
+    blind = Verdict.PASS if overall <= BLIND else Verdict.INCONCLUSIVE
+    left_out = "".join(f"; setting {number + 1} left out: {reason}" for number, reason in sorted(refused.items()))
+    return Check(
+        name=SAMPLED,
+        subject=subject,
+        hypothesis=HYPOTHESIS,
+        verdict=worst([blind, *(finding.verdict for finding in findings)]),
+        evidence=f"{len(stream)} tokens, smallest p-value {min(test.p_value for test in evidence):.2g} of "
+        f"{len(evidence)} tests; total variation found with probability 95 %: {', '.join(reached)}; "
+        f"{speed:.0f} tokens/s{left_out}",
+        findings=tuple(findings),
+        statistics=evidence,
+        data=_series(columns, {"all tokens": np.full(len(stream), True), **groups}),
+        detectable=overall,
     )
 
 
-def _pairs(stream: Sequence[Transforms], kinds: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Transforms by id of each token and of the last one before it of the same kind and conversation."""
-    last: dict[tuple[int, int], float] = {}
-    pairs = []
-    for token, kind in zip(stream, kinds, strict=True):
-        key = (token.conversation, kind)
-        if key in last:
-            pairs.append((last[key], token.by_id))
-        last[key] = token.by_id
-    first, second = np.array(pairs).reshape(-1, 2).T
-    return first, second
+def _series(columns: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray]) -> dict[str, Sequence[Any]]:
+    """For plots: counts of the transforms in equal bins, and how often a pass goes on behind each of its places."""
+    data: dict[str, Sequence[Any]] = {}
+    for name, where in groups.items():
+        for order in ("by_id", "by_probability", "by_odds"):
+            counts = np.histogram(columns[order][where], bins=_BINS, range=(0.0, 1.0))[0]
+            data[f"{order.replace('_', ' ')}, {name}"] = counts.tolist()
+    place, last_place = columns["place"], columns["last_place"]
+    same = columns["conversation"][1:] == columns["conversation"][:-1]
+    goes_on = same & (place[1:] == place[:-1] + 1)
+    drafted = same & ((place[:-1] < last_place[:-1]) | (last_place[:-1] == 0))
+    rows = []
+    for number in np.unique(place[:-1][drafted]).tolist():
+        here = drafted & (place[:-1] == number)
+        rows.append([number, int(here.sum()), float(goes_on[here].mean())])
+    data["acceptance by place"] = rows
+    return data
+
+
+def _lengths(trial: Trial) -> tuple[int, ...]:
+    """Numbers of draft tokens that take turns."""
+    return (trial.num_draft_tokens, 1) if trial.num_draft_tokens > 1 else (trial.num_draft_tokens,)
+
+
+def _num_faults(findings: Sequence[Finding]) -> int:
+    return sum(finding.verdict == Verdict.FAULT for finding in findings)
 
 
 def _unsupported(

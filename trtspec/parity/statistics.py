@@ -28,8 +28,28 @@ neither is p. The uniforms of a subject's own generator are not needed.
 beta = 1 - sum(min(p, q)): r/p - 1 is s - E s for s = min(1, q/p), so the sum of s(x_t) - E s over the tokens is its
 most powerful test (the score test), and a good one for every other leak of the draft. `overlap` gives its terms.
 
-**Favourite.** A draft that proposes its most likely token, judged as if it had been drawn, emits that token more often
-than p and shares out the loss. `favourite` gives the terms of the test that looks there alone.
+**Single ids.** Some faults strike one id of every distribution, which the bulk hides: a draft that proposes its most
+likely token, judged as if it had been drawn; a border of top-k or top-p that is off by one id; an end id with a rule of
+its own. `indicator` gives the terms of the tests that look there alone.
+
+**Reuse.** Where one random number draws a draft token and decides on it too, tokens of low quantile in the draft's
+distribution are let through and those of high quantile are rejected. `reuse` gives the terms of a test for that.
+
+**Mixture.** A sampler that takes the draft's word in a few of 100 cases emits r = (1 - m) p + m q. No test beats the
+likelihood ratio, the product of 1 - m + m q/p(x_t) (Neyman and Pearson 1933); whatever the subject's tokens depend on,
+its expectation is 1 at most under the hypothesis, so that it exceeds 1/alpha with probability alpha at most, at any
+time (Ville 1939). `mixture` uses that and no approximation: q/p has tails that no normal law describes.
+
+**Surprise.** Another temperature, or truncation, changes how probable the tokens are in the mean: the score test has
+the terms of -log p. `surprise` gives them.
+
+**Seen.** Penalties that are forgotten, or count tokens that were proposed and rejected, scale what a penalised token
+loses. The score test for that factor has the terms `against` of the logarithm of p without penalties over p.
+
+**Looks.** A sample may be judged before it is complete, at fractions of it that are fixed beforehand, if each look has
+its own share of the false-alarm rate (Lan and DeMets 1983). Here the share is the fraction of the sample that is new
+(their spending function alpha t), and the shares simply add up (Bonferroni), so the whole rate holds whatever the
+looks have in common.
 """
 
 from __future__ import annotations
@@ -42,6 +62,12 @@ import numpy as np
 
 POWER = 0.95
 MIN_EXPECTED = 5.0  # draws expected in a bin of the chi-square test (Cochran 1954)
+Moments = tuple[float, float, float, float]
+"""Of s(x) - E s for one token x: its value, and under p its variance and the third moments of its positive and of its
+negative part."""
+NO_MOMENTS: Moments = (0.0, 0.0, 0.0, 0.0)
+_MIXTURES = (0.01, 0.03, 0.1, 0.3)  # shares of the draft that `mixture` looks for
+_MIN_JUMPS = 3.0  # jumps expected in a sum, below which its law is not known well enough
 
 
 @dataclass(frozen=True)
@@ -85,18 +111,36 @@ def odds(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     return np.divide(q, p, out=np.zeros_like(p), where=p > 0)
 
 
-def overlap(p: np.ndarray, q: np.ndarray, token: int) -> tuple[float, float]:
-    """s - E s of the token, and the variance of s, for s = min(1, q/p) under p: how well the draft covers it."""
-    s = np.minimum(1.0, odds(p, q))
-    mean = float((p * s).sum())
-    return float(s[token]) - mean, float((p * s * s).sum()) - mean * mean
+def against(p: np.ndarray, score: np.ndarray, token: int) -> Moments:
+    """How a token's score, `[vocab]`, differs from what it is under p in the mean."""
+    deviation = score - float((p * score).sum())
+    squares = p * deviation * deviation
+    thirds = squares * deviation
+    up = float(thirds[thirds > 0].sum())
+    return float(deviation[token]), float(squares.sum()), up, up - float(thirds.sum())
 
 
-def favourite(p: np.ndarray, q: np.ndarray, token: int) -> tuple[float, float]:
-    """s - E s of the token, and the variance of s, for s = 1 where q is largest and 0 elsewhere."""
-    first = int(q.argmax())
-    mean = float(p[first])
-    return float(token == first) - mean, mean * (1.0 - mean)
+def overlap(p: np.ndarray, q: np.ndarray, token: int) -> Moments:
+    """For s = min(1, q/p): how well the draft covers the token."""
+    return against(p, np.minimum(1.0, odds(p, q)), token)
+
+
+def surprise(p: np.ndarray, token: int) -> Moments:
+    """For s = -log p: its mean over the tokens differs from the entropy where the temperature is another."""
+    return against(p, -np.log(p, out=np.zeros_like(p), where=p > 0), token)
+
+
+def indicator(p: np.ndarray, chosen: int, token: int) -> Moments:
+    """For s = 1 at one chosen id and 0 elsewhere."""
+    mean = float(p[chosen])
+    rest = max(0.0, 1.0 - mean)
+    return (rest if token == chosen else -mean), mean * rest, mean * rest**3, rest * mean**3
+
+
+def reuse(p: np.ndarray, q: np.ndarray, token: int) -> Moments:
+    """For s = (share of its drafts that are rejected) (quantile of the id in q - 1/2): see the module."""
+    rejected = np.maximum(0.0, 1.0 - np.divide(p, q, out=np.ones_like(p), where=q > 0))
+    return against(p, rejected * (q.cumsum() - q / 2.0 - 0.5), token)
 
 
 def uniformity(name: str, u: np.ndarray, words: tuple[str, str]) -> Evidence:
@@ -117,35 +161,58 @@ def uniformity(name: str, u: np.ndarray, words: tuple[str, str]) -> Evidence:
     return Evidence(name, len(u), float(result.statistic), float(result.pvalue), words[0] if small else words[1])
 
 
-def independence(name: str, first: np.ndarray, second: np.ndarray) -> Evidence:
+def independence(name: str, first: np.ndarray, second: np.ndarray, weights: np.ndarray | None = None) -> Evidence:
     """Correlation of pairs of transforms, each pair formed without looking at its second member.
 
-    Under the hypothesis the terms are martingale differences of variance 1 (after scaling), so their normalised sum is
-    close to a standard normal from some tens of pairs on. The statistic is the correlation.
+    Under the hypothesis the terms are martingale differences of known variance, so their normalised sum is close to a
+    standard normal from some tens of pairs on. The statistic is the correlation.
+
+    Args:
+        name: of the test.
+        first, second: transforms `[n]`.
+        weights: `[n]`, known before the second member; larger where the transforms say more.
     """
-    if not len(first):
-        return Evidence(name, 0, 0.0, 1.0, "no pair")
-    products = 12.0 * (first - 0.5) * (second - 0.5)
-    z = products.sum() / math.sqrt(len(products))
-    return Evidence(name, len(first), float(products.mean()), _two_sided(float(z)), "random numbers are tied")
+    weights = np.ones(len(first)) if weights is None else weights
+    if (norm := math.sqrt(float((weights**2).sum()))) <= 1e-12:
+        return Evidence(name, len(first), 0.0, 1.0, "no pair")
+    products = 12.0 * weights * (first - 0.5) * (second - 0.5)
+    z = float(products.sum()) / norm
+    return Evidence(name, len(first), z / math.sqrt(len(first)), _two_sided(z), "random numbers are tied")
 
 
 def leaning(name: str, terms: np.ndarray, words: tuple[str, str]) -> Evidence:
     """Whether terms that should be zero in the mean are.
 
-    Under the hypothesis the terms are bounded martingale differences, so their sum over its standard deviation, which
-    is the statistic, is close to a standard normal from some tens of terms on.
+    Under the hypothesis the terms are bounded martingale differences. Where a model is nearly certain they are rare
+    large jumps rather than noise, so the tail of their sum is that of the Poisson law, shifted and scaled, which has
+    their variance and the third moment of their jumps to that side; without jumps that is the normal law. A sum of
+    fewer than 3 such jumps is not judged.
 
     Args:
         name: of the test.
-        terms: `[n, 2]`, deviation and variance, as `overlap` and `favourite` give them.
+        terms: `[n, 4]`, one `Moments` a token; the statistic is their sum over its standard deviation.
         words: what a sum above, and below, zero means.
     """
-    total, variance = terms.reshape(-1, 2).sum(axis=0)
-    if variance <= 1e-12:
-        return Evidence(name, len(terms), 0.0, 1.0, "nothing that could differ")
-    z = float(total) / math.sqrt(variance)
-    return Evidence(name, len(terms), z, _two_sided(z), words[0] if z > 0 else words[1])
+    total, variance, up, down = (float(column) for column in terms.reshape(-1, 4).sum(axis=0))
+    if variance <= 1e-9 or variance**3 < _MIN_JUMPS * max(up, down) ** 2:
+        return Evidence(name, len(terms), 0.0, 1.0, "too little that could differ")
+    p_value = min(1.0, 2.0 * _tail(abs(total), variance, up if total > 0 else down))
+    return Evidence(name, len(terms), total / math.sqrt(variance), p_value, words[0] if total > 0 else words[1])
+
+
+def mixture(name: str, ratios: np.ndarray, words: str) -> Evidence:
+    """Whether some of the tokens come from the draft: the likelihood ratio, averaged over shares of the draft.
+
+    Args:
+        name: of the test.
+        ratios: q/p `[n]` of the tokens in the order they came; the statistic is the largest likelihood ratio on the
+            way, whose inverse is the p-value (Ville).
+        words: what it means.
+    """
+    shares = np.array(_MIXTURES)[:, None]
+    logs = np.log1p(shares * (ratios[None, :] - 1.0)).cumsum(axis=1)
+    peak = float(np.logaddexp.reduce(logs, axis=0).max(initial=0.0)) - math.log(len(_MIXTURES))
+    return Evidence(name, len(ratios), math.exp(min(700.0, peak)), min(1.0, math.exp(-peak)), words)
 
 
 def rarest(name: str, u: np.ndarray) -> Evidence:
@@ -245,6 +312,44 @@ def detectable_draws(num: int, num_bins: int, alpha: float) -> float:
     return float(optimize.brentq(miss, 1e-6, 1.0)) if miss(1.0) < 0 else 1.0
 
 
+def total_variation(observed: np.ndarray, expected: np.ndarray, alpha: float) -> tuple[float, float, float]:
+    """Lower bound, observed value and upper bound of the total variation between two laws, over bins.
+
+    Args:
+        observed: numbers of draws `[bins]` from the one.
+        expected: what the other expects of as many.
+        alpha: probability that the bounds are wrong. By the triangle inequality they are a `radius` away.
+    """
+    total = float(observed.sum())
+    middle = float(np.abs(observed - expected).sum()) / (2.0 * total) if total else 0.0
+    around = radius(int(total), len(observed), alpha) if len(observed) > 1 else 0.0
+    return max(0.0, middle - around), middle, min(1.0, middle + around)
+
+
+def radius(num: int, num_bins: int, alpha: float = 0.05) -> float:
+    """How far observed frequencies of `num` draws may be from their law in total variation, with probability 1 - alpha.
+
+    Holds for every law and every number of draws (Weissman, Ordentlich, Seroussi, Verdu, Weinberger 2003, theorem 2.1:
+    P(L1 distance >= e) <= (2^bins - 2) exp(-num e^2 / 2), and the total variation is half of that distance).
+    """
+    if num < 1 or num_bins < 2:
+        return 1.0
+    # log(2^bins - 2), without the overflow
+    sets = num_bins * math.log(2.0) + math.log1p(-(2.0 ** (1 - num_bins)))
+    return min(1.0, math.sqrt(2.0 * (sets - math.log(alpha)) / num) / 2.0)
+
+
 def _two_sided(z: float) -> float:
     """Probability of a standard normal further from 0 than z."""
     return math.erfc(abs(z) / math.sqrt(2.0))
+
+
+def _tail(total: float, variance: float, third: float) -> float:
+    """P(S >= total) for a sum S of mean 0 with this variance and third moment >= 0: shifted and scaled Poisson law."""
+    from scipy import special
+
+    jump = third / variance
+    num_jumps = variance / jump**2 if jump > 0 else math.inf
+    if num_jumps > 1e6:
+        return math.erfc(total / math.sqrt(2.0 * variance)) / 2.0
+    return float(special.gammainc(total / jump + num_jumps, num_jumps))
