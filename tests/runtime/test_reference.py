@@ -103,6 +103,16 @@ def test_logits_are_those_of_transformers(reference: ReferenceSampler, tiny_mode
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_it_computes_in_the_type_it_is_told(reference: ReferenceSampler, tiny_model_dir: Path, dtype: str) -> None:
+    """The logits come in float32, and hold what the narrower type can: they are near the others', and not the same."""
+    ids = [5, 99, 3, 3, 270]
+    narrow, wide = ReferenceSampler(open_model(str(tiny_model_dir)), dtype).logits(ids), reference.logits(ids)
+    assert narrow.dtype == np.float32
+    np.testing.assert_array_equal(torch.tensor(narrow).to(getattr(torch, dtype)).float().numpy(), narrow)
+    assert 0 < np.abs(narrow - wide).max() < 0.05 * np.abs(wide).max()
+
+
 def test_generation_is_token_by_token(reference: ReferenceSampler) -> None:
     prompt = [5, 99, 3]
     tokens = reference.generate(prompt, GREEDY, 6)

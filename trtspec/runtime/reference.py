@@ -23,31 +23,33 @@ if TYPE_CHECKING:
 
 
 class ReferenceSampler:
-    """One model in float32.
+    """One model, in float32 unless told otherwise.
 
     Args:
         source: the model, as its author published it.
+        dtype: float32, float16 or bfloat16, in which it computes; logits and probabilities come in float32 and float64
+            all the same.
 
     Raises:
         TrtspecError: weights that transformers' model does not know, or lacks.
     """
 
-    def __init__(self, source: ModelSource) -> None:
-        self._model = _transformers_model(source)
+    def __init__(self, source: ModelSource, dtype: str = "float32") -> None:
+        self._model = _transformers_model(source, getattr(torch, dtype))
 
     def logits(self, ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """[L, V]: row i is for the token after `ids[: i + 1]`."""
         with torch.inference_mode():
             output = self._model(input_ids=torch.tensor([[int(i) for i in ids]]), use_cache=False)
-        return output.logits[0].numpy()
+        return output.logits[0].float().numpy()
 
     def trace(self, ids: Sequence[int] | NDArray[np.integer]) -> tuple[NDArray[np.float32], list[torch.Tensor]]:
-        """The logits [L, V] as `logits` gives them, and what goes into each decoder layer, float32 [1, L, hidden]."""
+        """The logits [L, V] as `logits` gives them, and what goes into each decoder layer, [1, L, hidden]."""
         with torch.inference_mode():
             output = self._model(
                 input_ids=torch.tensor([[int(i) for i in ids]]), use_cache=False, output_hidden_states=True
             )
-        return output.logits[0].numpy(), list(output.hidden_states[:-1])
+        return output.logits[0].float().numpy(), list(output.hidden_states[:-1])
 
     def continuation(
         self, ids: Sequence[int] | NDArray[np.integer], max_new_tokens: int, end_ids: tuple[int, ...] = ()
@@ -160,7 +162,7 @@ def distribution(
     return result.numpy()
 
 
-def _transformers_model(source: ModelSource) -> torch.nn.Module:
+def _transformers_model(source: ModelSource, dtype: torch.dtype) -> torch.nn.Module:
     import transformers
 
     kind = getattr(transformers, source.config.architecture, None)
@@ -170,11 +172,11 @@ def _transformers_model(source: ModelSource) -> torch.nn.Module:
         None,
         config=kind.config_class(**source.config.to_hf()),
         state_dict={
-            name: source.tensor(name).float()
+            name: source.tensor(name).to(dtype)
             for name in source.tensor_names()
             if not name.startswith(module_prefixes(source.config))  # modules that draft are no part of the model
         },
-        dtype=torch.float32,
+        dtype=dtype,
         attn_implementation="eager",
         output_loading_info=True,
     )
