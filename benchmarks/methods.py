@@ -45,7 +45,7 @@ from trtspec.build.steps import build_graph
 from trtspec.errors import TrtspecError
 from trtspec.models.config import ModelConfig
 from trtspec.parity.prompts import Prompt, read_prompts, spread
-from trtspec.parity.suite import EngineLogits, Workbench
+from trtspec.parity.workbench import EngineLogits, Workbench
 from trtspec.parity.yardstick import TOLERANCES
 from trtspec.plan.exit import speed_up
 from trtspec.plan.experts import weights_read

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from trtspec.cli import main
+from trtspec.cli.parity import CHECKS
 from trtspec.errors import EXIT_ERROR, EXIT_OK, EXIT_PARITY_FAILED, EXIT_USAGE
 
 PROMPTS = [{"prompt": f"the target verifies {i}", "category": "chat"} for i in range(6)]
@@ -59,24 +61,83 @@ def refuse(*words: str, code: int = EXIT_ERROR) -> str:
     return line
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what matplotlib imports
 def test_what_was_built_passes(built: Path, tmp_path: Path) -> None:
-    target = tmp_path / "report.json"
-    result = invoke("parity", str(built), "--json", "--report", str(target))
+    """Every check runs; the report's folder has all forms, a trace, and no script, as nothing is wrong."""
+    target = tmp_path / "report"
+    result = invoke("parity", str(built), "--json", "--report", str(target), "--set", "parity.num_draws=40")
     assert result.exit_code == EXIT_OK, result.output
     lines = result.stdout.splitlines()
-    assert [line.split(" in ")[0] for line in lines[1:4]] == [
-        "engines, greedy: pass",
-        "engines, speculation: pass",
-        "engines, sampled: pass",
-    ]
-    assert lines[4].startswith("server, all: not applicable")
-    assert lines[-2].startswith("parity of tiny: pass")
+    verdicts = dict(line.split(" in ")[0].split(": ") for line in lines if line.startswith("engines, "))
+    assert list(verdicts) == [f"engines, {name}" for name in CHECKS]
+    # 40 draws are too few to see anything, and say so.
+    assert set(verdicts.values()) <= {"pass", "tie", "inconclusive"}
+    assert [name for name, verdict in verdicts.items() if verdict == "inconclusive"] == ["engines, draws"]
+    assert any(line.startswith("server, all: not applicable") for line in lines)
+    assert lines[-2].startswith("parity of tiny: inconclusive")
     content = json.loads(lines[-1])
-    assert content == json.loads(target.read_text())
-    assert content["verdict"] == "pass"
+    assert content == json.loads((target / "report.json").read_text())
     assert content["settings"]["prompt_numbers"] == [1, 3, 5]
-    assert list(tmp_path.iterdir()) == [target]
-    assert "160 tokens" in content["checks"][2]["evidence"]
+    assert {path.name for path in target.iterdir()} == {
+        "report.json", "report.xml", "report.html", "reproduce", "trace-engines.jsonl"
+    }  # fmt: skip
+    assert not list((target / "reproduce").iterdir())
+    assert "160 tokens" in content["checks"][1]["evidence"]
+
+    again = invoke("parity", "replay", str(target / "trace-engines.jsonl"))
+    assert again.exit_code == EXIT_OK, again.output
+    assert "engines, greedy: " in again.stdout and "engines, sampled: pass" in again.stdout
+    trace = str(target / "trace-engines.jsonl")
+    assert invoke("parity", "diff", trace, trace).exit_code == EXIT_OK
+
+
+def test_a_part_of_a_check_is_run_alone(built: Path) -> None:
+    words = ("--subject", "engines", "--check", "rules:max-tokens", "--check", "invariances:same-seed", "--json")
+    result = invoke("parity", str(built), *words)
+    assert result.exit_code == EXIT_OK, result.output
+    checks = json.loads(result.stdout.splitlines()[-1])["checks"]
+    assert [(check["name"], [part["name"] for part in check["parts"]]) for check in checks] == [
+        ("invariances", ["same-seed"]),
+        ("rules", ["max-tokens"]),
+    ]
+
+
+def test_a_plan_says_what_would_be_seen_and_runs_nothing(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trtspec.parity.suite.run", lambda *given: pytest.fail("it ran"))
+    result = invoke("parity", str(built), "--plan", "--budget", "3000")
+    assert result.exit_code == EXIT_OK, result.output
+    assert "3 000 tokens" in result.stdout
+    assert "a total variation of 0.10 needs" in result.stdout
+
+    (wanted,) = [line for line in result.stdout.splitlines() if line.startswith("a total variation of 0.10 needs")]
+    tokens = int(wanted.split()[6])
+    planned = invoke("parity", str(built), "--plan", "--set", "parity.detect=0.1")
+    assert f"{tokens:,} tokens".replace(",", " ") in planned.stdout
+    assert "0.10 in all tokens" in planned.stdout
+
+
+def test_the_checks_are_tests_of_pytest(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`-m` and `-k` choose; a fault fails with the finding's own lines; what the subject cannot do is skipped."""
+    monkeypatch.chdir(tmp_path)
+
+    def run_pytest(*words: str) -> tuple[int, str]:
+        code = pytest.main(["-c", os.devnull, "--rootdir", str(tmp_path), "-p", "no:cacheprovider", "-rA", *words])
+        return int(code), capsys.readouterr().out
+
+    plugin = ["--trtspec-config", str(built)]
+    code, output = run_pytest(*plugin, "-m", "parity_greedy or parity_rules", "-k", "greedy or max-tokens")
+    assert code == 0, output
+    assert "2 passed" in output and "engines::rules:max-tokens" in output
+
+    accept_always(monkeypatch)
+    code, output = run_pytest(*plugin, "-k", "sampled", "--trtspec-set", "parity.num_samples=400")
+    assert code == 1, output
+    assert "engines, sampled: fault:" in output and "Traceback" not in output
+
+    code, output = run_pytest("--trtspec-url", "127.0.0.1:9")
+    assert code == int(pytest.ExitCode.USAGE_ERROR)
 
 
 def test_options_narrow_the_run(built: Path) -> None:
@@ -129,7 +190,8 @@ def test_a_broken_verification_rule_fails(built: Path, monkeypatch: pytest.Monke
     result = invoke("parity", str(built), *words)
     assert result.exit_code == EXIT_PARITY_FAILED, result.output
     assert "engines, sampled: fault:" in result.stdout
-    assert result.stdout.splitlines()[-1] == "parity of tiny: fault (1 fault)"
+    assert result.stdout.splitlines()[-1].startswith("parity of tiny: fault (1 fault; ")
+    assert "  next: Draft tokens get through too often" in result.stdout
 
 
 def test_a_wrong_greedy_token_fails_and_can_be_reproduced(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,12 +212,12 @@ def test_a_wrong_greedy_token_fails_and_can_be_reproduced(built: Path, monkeypat
     again = invoke(*words[1:], "--json")
     assert again.exit_code == EXIT_PARITY_FAILED
     (check,) = json.loads(again.stdout.splitlines()[-1])["checks"]
-    assert check["findings"] == [finding]
+    assert check["findings"][0] == finding  # of a prompt all alone, more of its faults are shown
 
 
 def test_an_end_id_that_the_engines_do_not_honour_fails(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines and reference are made to end soon, and the end ids are hidden from the cycle."""
-    from trtspec.parity.subjects import InProcess
+    from trtspec.parity.subjects.in_process import InProcess
     from trtspec.runtime.llama import Llama
     from trtspec.runtime.reference import ReferenceSampler
 
@@ -187,7 +249,13 @@ def test_a_bad_prompt_is_named_by_its_line(built: Path, tmp_path: Path) -> None:
         (("--set", "output.engines=elsewhere"), EXIT_ERROR, "no such engine"),
         (("--subject", "server", "--url", "127.0.0.1:9", "--check", "greedy"), EXIT_ERROR, "no server at 127.0.0.1:9"),
         (("--subject", "engines", "--url", "127.0.0.1:9"), EXIT_USAGE, "--url"),
-        (("--report", "nowhere/report.json"), EXIT_USAGE, "--report"),
+        (("--report", "nowhere/report.json"), EXIT_ERROR, "nowhere is no directory"),
+        (("--report", "report.pdf"), EXIT_ERROR, "cannot be written as .pdf"),
+        (("--check", "nonsense"), EXIT_USAGE, "'nonsense' is no check"),
+        (("--check", "rules:nonsense"), EXIT_USAGE, "rules has no part 'nonsense'"),
+        (("--budget", "5 parsecs"), EXIT_ERROR, "no budget"),
+        (("--subject", "trace"), EXIT_ERROR, "no trace is given"),
+        (("--trace", "t.jsonl"), EXIT_USAGE, "--subject trace"),
         (("--num-prompts", "0"), EXIT_USAGE, "--num-prompts"),
     ],
 )

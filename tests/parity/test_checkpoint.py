@@ -21,7 +21,7 @@ from trtspec.cli import main
 from trtspec.errors import EXIT_ERROR, EXIT_OK, EXIT_PARITY_FAILED, EXIT_USAGE
 from trtspec.models.source import ModelSource
 from trtspec.parity.checkpoint import BUDGETS, budget_of, divergence
-from trtspec.parity.suite import Workbench
+from trtspec.parity.workbench import Workbench
 from trtspec.runtime.reference import ReferenceSampler
 from trtspec.spec.schema import CheckpointBudget
 from trtspec.trtllm.checkpoint import Checkpoint

@@ -22,6 +22,11 @@ METHODS: dict[str, dict[str, Any]] = {
         "draft": {"model": "./draft", "dtype": "float32"},
         "cascade": {"num_draft_tokens": 2, "middle": {"model": "./middle", "dtype": "float32"}},
     },
+    "tree": {
+        "draft": {"model": "./middle", "dtype": "float32"},
+        "tree": {"branching": [1, 1], "drafts": [{"model": "./draft", "dtype": "float32"}]},
+        "num_draft_tokens": 4,
+    },
 }
 
 

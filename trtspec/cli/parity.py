@@ -20,46 +20,83 @@ if TYPE_CHECKING:
     from trtspec.parity.result import Check
     from trtspec.parity.suite import Observer
 
-CHECKS = ("greedy", "speculation", "sampled", "draws")
+SUBJECTS = ("checkpoint", "engines", "server", "engine-model", "runner", "trace")
+CHECKS = ("greedy", "sampled", "draws", "logits", "invariances", "rules", "degenerate")
 CHECKPOINT_CHECKS = ("format", "logits", "layers")
 
 
-@click.command()
+def _check_names(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    """NAME or NAME:PART of checks that exist."""
+    from trtspec.parity.checks import CHECKS as kinds
+
+    known = (*CHECKS, *CHECKPOINT_CHECKS)
+    for value in values:
+        name, colon, part = value.partition(":")
+        if name not in known:
+            raise click.BadParameter(f"{name!r} is no check; expected one of {', '.join(dict.fromkeys(known))}")
+        parts = kinds[name].parts if name in kinds else ()
+        if colon and part not in parts:
+            raise click.BadParameter(f"{name} has no part {part!r}; it has {', '.join(parts) or 'none'}")
+    return values
+
+
+@click.command(
+    epilog="See also: trtspec parity diff A B (where two traces part), trtspec parity replay TRACE (verdicts from a "
+    "trace alone)."
+)
 @config_argument
 @set_option
 @click.option(
     "--subject",
-    type=click.Choice(["checkpoint", "engines", "server", "both"]),
-    help="What to check; both: engines and server [default: the engines, for runtime tensorrt_llm the checkpoints, and "
-    "the server of this spec if it is running].",
+    "subjects",
+    type=click.Choice(SUBJECTS),
+    multiple=True,
+    help="What to check (repeatable) [default: the engines, for runtime tensorrt_llm the checkpoints, and the server "
+    "of this spec if it is running]. engine-model is the server's target model, asked directly; runner is "
+    "TensorRT-LLM's, on a GPU host; trace is a recorded run.",
 )
 @click.option("--url", help="host:port of the server's gRPC; implies that the server is checked.")
+@click.option(
+    "--trace", type=click.Path(path_type=Path, dir_okay=False), help="Trace that --subject trace answers from."
+)
 @click.option("--prompts", type=click.Path(path_type=Path), help="Prompt file, JSON Lines; instead of parity.prompts.")
 @click.option("--num-prompts", type=click.IntRange(min=1), help="Prompts to take from the file.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer to a prompt.")
 @click.option(
     "--check",
     "checks",
-    type=click.Choice(CHECKS + CHECKPOINT_CHECKS),
+    metavar="NAME[:PART]",
     multiple=True,
-    help="Only this check (repeatable); format, logits and layers are those of checkpoints.",
+    callback=_check_names,
+    help=f"Only this check, or one part of it (repeatable): {', '.join(CHECKS)}; of checkpoints: "
+    f"{', '.join(CHECKPOINT_CHECKS)}.",
 )
 @click.option("--prompt", type=click.IntRange(min=1), help="Only the prompt on this line of the file.")
+@click.option("--budget", help="What the sampled check may draw: 2000 (tokens), 90s or 5m.")
+@click.option("--plan", "only_plan", is_flag=True, help="Only say what the run would draw and what it could see.")
 @click.option("--if-changed", is_flag=True, help="Show the last good verdict again if nothing has changed since.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON line at the end.")
-@click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Write the report here, as JSON.")
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path),
+    help="Write the report here: .json, .xml (JUnit), .html, or a folder for all of them, traces, and a script that "
+    "reproduces each fault.",
+)
 @click.pass_context
 def parity(
     ctx: click.Context,
     config: Path,
     overrides: tuple[str, ...],
-    subject: str | None,
+    subjects: tuple[str, ...],
     url: str | None,
+    trace: Path | None,
     prompts: Path | None,
     num_prompts: int | None,
     max_tokens: int | None,
     checks: tuple[str, ...],
     prompt: int | None,
+    budget: str | None,
+    only_plan: bool,
     if_changed: bool,
     as_json: bool,
     report: Path | None,
@@ -68,57 +105,74 @@ def parity(
 
     Returns 0 if it does (rounding ties are shown and pass), 3 if a check found a fault, 1 if it could not be checked.
     """
-    if url and subject in ("engines", "checkpoint"):
-        raise click.UsageError(f"--url says where a server is, but --subject {subject} does not check one")
-    if subject and checks and not set(checks) & set(CHECKPOINT_CHECKS if subject == "checkpoint" else CHECKS):
-        raise click.UsageError(f"--check {checks[0]} is no check of --subject {subject}")
+    if url and subjects and not {"server", "engine-model"} & set(subjects):
+        raise click.UsageError(f"--url says where a server is, but --subject {subjects[0]} does not check one")
+    if trace and "trace" not in subjects:
+        raise click.UsageError("--trace is what --subject trace answers from")
+    for name in {check.partition(":")[0] for check in checks}:
+        if subjects and not any(name in (CHECKPOINT_CHECKS if it == "checkpoint" else CHECKS) for it in subjects):
+            raise click.UsageError(f"--check {name} is no check of --subject {', '.join(subjects)}")
     if if_changed and (as_json or report):
         raise click.UsageError("--if-changed may show an earlier verdict, of which there is no report")
     given = {"num_prompts": num_prompts, "max_tokens": max_tokens, "prompts": prompts and prompts.resolve()}
     overrides += tuple(f"parity.{key}={value}" for key, value in given.items() if value is not None)
     spec = load(config, overrides)
-    if report is not None and not report.absolute().parent.is_dir():
-        raise click.BadParameter(f"{report.absolute().parent} is no directory", param_hint="--report")
 
-    from trtspec.build.output import write_atomic
     from trtspec.parity import record
     from trtspec.parity import report as reports
-    from trtspec.parity.suite import Selection, run, server_url
+    from trtspec.parity.report import text
+    from trtspec.parity.suite import Selection, plan, run, server_url
+
+    if report is not None:
+        reports.check_path(report)
 
     def reproduce(check: str, subject: str, number: int | None) -> str:
         words = ["trtspec", "parity", str(config), "--subject", subject.split()[0], "--check", check]
         words += [] if number is None else ["--prompt", str(number)]
-        words += ["--url", url] if url and subject == "server" else []
+        words += ["--url", url] if url and subject in ("server", "engine-model") else []
+        words += ["--trace", str(trace)] if trace and subject == "trace" else []
+        words += ["--budget", budget] if budget and check == "sampled" else []
         return shlex.join([*words, *(word for override in overrides for word in ("--set", override))])
 
     has_checkpoints = spec.engine.runtime == "tensorrt_llm"
-    selection = Selection(
-        engines=subject in ("engines", "both") or (subject is None and not has_checkpoints),
-        server=True if subject in ("server", "both") or url else None if subject is None else False,
-        checkpoint=subject == "checkpoint" or (subject is None and has_checkpoints and spec.engine.track == "engine"),
-        url=url,
-        checks=checks or CHECKS + CHECKPOINT_CHECKS,
-        prompt=prompt,
+    usual = (
+        () if has_checkpoints and spec.engine.track != "engine" else ("checkpoint" if has_checkpoints else "engines",)
     )
+    selection = Selection(
+        subjects=subjects or (("server",) if url else usual),
+        if_running=not subjects and not url,
+        url=url,
+        checks=checks or (*CHECKS, *CHECKPOINT_CHECKS),
+        prompt=prompt,
+        budget=budget,
+        trace=trace,
+        traces=report if report is not None and reports.is_folder(report) else None,
+    )
+    if only_plan:
+        click.echo("\n".join(plan(spec, selection)))
+        return
     checked = record.subject_of(spec, selection, server_url(spec, selection)) if if_changed else None
     if checked is not None and (lines := record.recall(spec, checked)) is not None:
         click.echo("\n".join(lines))
         return
+    if selection.traces:
+        selection.traces.mkdir(exist_ok=True)
     with _observer() as observer:
         result = run(spec, selection, reproduce, observer)
     if sys.stdout.isatty():
         from rich.console import Console
 
-        Console().print(reports.table(result))
-    for line in (line for check in result.checks for line in reports.finding_lines(check)):
+        Console().print(text.table(result))
+    for line in (line for check in result.checks for line in text.finding_lines(check)):
         click.echo(line)
-    click.echo(reports.summary_line(result))
+    click.echo(text.summary_line(result))
     if checked is not None and not result.failed:
-        record.save(spec, checked, [*map(reports.check_line, result.checks), reports.summary_line(result)])
+        record.save(spec, checked, [*map(text.check_line, result.checks), text.summary_line(result)])
     if report is not None:
-        write_atomic(report, reports.to_json(result, indent=2) + "\n")
+        reports.write(result, report)
+        click.echo(f"report: {report / 'report.html' if reports.is_folder(report) else report}", err=True)
     if as_json:
-        click.echo(reports.to_json(result))
+        click.echo(text.to_json(result))
     ctx.exit(EXIT_PARITY_FAILED if result.failed else 0)
 
 
@@ -134,9 +188,10 @@ class _Lines:
         """Nothing: lines are for files and pipes."""
 
     def finished(self, check: Check) -> None:
-        from trtspec.parity.report import check_line
+        from trtspec.parity.report.text import check_line, part_lines
 
-        click.echo(check_line(check))
+        for line in (check_line(check), *part_lines(check)):
+            click.echo(line)
 
 
 class _Bar:

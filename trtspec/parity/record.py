@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +33,7 @@ def subject_of(spec: Spec, selection: Selection, server: str | None) -> str:
     return digest(
         {
             "spec": spec.hash(),
-            "selection": asdict(selection),
+            "selection": repr(selection),
             "server": server,
             "prompts": digest_file(spec.prompts_path),
             "files": [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files],

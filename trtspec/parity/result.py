@@ -5,8 +5,8 @@ Plain records; knows neither how they are made nor how they are printed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -21,6 +21,11 @@ class Verdict(str, Enum):
     FAULT = "fault"
     INCONCLUSIVE = "inconclusive"
     NOT_APPLICABLE = "not applicable"
+
+    @property
+    def passes(self) -> bool:
+        """Whether nothing has to be done about it."""
+        return self in (Verdict.PASS, Verdict.TIE, Verdict.NOT_APPLICABLE)
 
 
 # The worst first: the verdict of many is the first of these that occurs.
@@ -51,6 +56,7 @@ class Finding:
         verdict: tie or fault.
         problem: what is different, in one clause.
         reproduce: the command that runs it again.
+        part: the claim of the check that it contradicts, where there are several.
         chosen: what the subject emitted, where the difference is one of tokens.
         expected: what the reference puts first there.
     """
@@ -62,6 +68,24 @@ class Finding:
     reproduce: str
     chosen: Choice | None = None
     expected: Choice | None = None
+    part: str | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the claims that a check is made of, with a verdict of its own.
+
+    Attributes:
+        name: short, in words with hyphens; `--check CHECK:NAME` runs it alone.
+        hypothesis: what is true if it passes.
+        verdict: the outcome.
+        evidence: how much was compared, in one clause; of what is not applicable, why.
+    """
+
+    name: str
+    hypothesis: str
+    verdict: Verdict
+    evidence: str
 
 
 @dataclass(frozen=True)
@@ -69,13 +93,17 @@ class Check:
     """One check of one subject.
 
     Attributes:
-        name: greedy, speculation, sampled or draws; of a checkpoint format, logits or layers.
+        name: a key of `trtspec.parity.checks.CHECKS`; of a checkpoint format, logits or layers.
         subject: what was checked.
         hypothesis: what is true if the check passes.
         verdict: the outcome.
         evidence: how much was compared, and how well, in one line.
         findings: the differences, in order of appearance.
         statistics: the tests behind a statistical verdict.
+        parts: the claims that it is made of, where they are several.
+        data: series for plots, by name; each a list of numbers or of lists of numbers.
+        detectable: total variation that it would have found with probability 95 %, of a statistical check.
+        tokens: new tokens that the subject generated for it.
         seconds: how long it took.
     """
 
@@ -86,6 +114,10 @@ class Check:
     evidence: str
     findings: tuple[Finding, ...] = ()
     statistics: tuple[Evidence, ...] = ()
+    parts: tuple[Part, ...] = ()
+    data: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    detectable: float | None = None
+    tokens: int = 0
     seconds: float = 0.0
 
 

@@ -5,15 +5,17 @@ Knows no check.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from trtspec.decoding.sampling import SamplingParams
+from trtspec.errors import TrtspecError
 from trtspec.parity.result import Finding, Verdict
 from trtspec.parity.statistics import Evidence, holm
-from trtspec.parity.subjects import Answer, Query
+from trtspec.parity.subjects import Answer, Lost, Query, Subject
 from trtspec.parity.yardstick import Yardstick
 
 _CUT = "\ufffd"  # what a character that is cut off at the end of an answer becomes
@@ -51,6 +53,10 @@ class Trial:
         context: tokens that the subject can hold; None if there is no limit.
         reproduce: the command that runs one check of one subject again, on one prompt (a line number) or all.
         advance: told the fraction done within a check.
+        encode: text to ids, without special tokens; for words and prompts that a check makes itself.
+        wanted: whether a part of a check (check, part) is to run.
+        note: keeps what a check found out about one answer (check, record that JSON can hold) in the trace.
+        seconds: time that the sampled check may take, in place of `num_samples`.
     """
 
     yardstick: Yardstick
@@ -65,23 +71,47 @@ class Trial:
     context: int | None
     reproduce: Callable[[str, str, int | None], str]
     advance: Callable[[float], None]
+    encode: Callable[[str], list[int]] = lambda text: []
+    wanted: Callable[[str, str], bool] = lambda check, part: True
+    note: Callable[[str, dict[str, Any]], None] = lambda check, record: None
+    seconds: float | None = None
 
     def query(
-        self, case: Case, sampling: SamplingParams, num_draft_tokens: int, max_tokens: int | None = None
+        self,
+        case: Case,
+        sampling: SamplingParams,
+        num_draft_tokens: int,
+        max_tokens: int | None = None,
+        **more: Any,
     ) -> Query:
-        """What is asked of a subject for one prompt."""
-        return Query(case.text, case.ids, max_tokens or self.max_tokens, sampling, num_draft_tokens)
+        """What is asked of a subject for one prompt; `more` are other fields of `Query`."""
+        return Query(case.text, case.ids, max_tokens or self.max_tokens, sampling, num_draft_tokens, **more)
 
     def request_seed(self, *stream: int) -> int:
         """A uint64 seed for one request, for each `stream` another."""
         return int(np.random.SeedSequence((self.seed, *stream)).generate_state(1, np.uint64)[0])
 
-    def fault(self, check: str, subject: str, case: Case, position: int, problem: str) -> Finding:
+    def fault(
+        self, check: str, subject: str, case: Case, position: int, problem: str, part: str | None = None
+    ) -> Finding:
         """A finding that is about no single token."""
-        return Finding(case.number, position, Verdict.FAULT, problem, self.reproduce(check, subject, case.number))
+        name = check if part is None else f"{check}:{part}"
+        again = self.reproduce(name, subject, case.number)
+        return Finding(case.number, position, Verdict.FAULT, problem, again, part=part)
 
-    def rejections(self, check: str, subject: str, tests: Sequence[Evidence]) -> list[Finding]:
-        """A fault for every test that rejects its hypothesis, at a level of `alpha` for all of them together."""
+    def refused(self, check: str, subject: str, case: Case, error: TrtspecError, part: str | None = None) -> Finding:
+        """A fault: the subject did not answer a query that it may not refuse. A subject that is gone ends the run."""
+        if isinstance(error, Lost):
+            raise error
+        return self.fault(check, subject, case, 0, f"refused: {error}", part)
+
+    def rejections(
+        self, check: str, subject: str, tests: Sequence[Evidence], more: Mapping[str, str] | None = None
+    ) -> list[Finding]:
+        """A fault for every test that rejects its hypothesis, at a level of `alpha` for all of them together.
+
+        The clearest comes first; `more` is what is to be said besides, by the name of the test.
+        """
         rejected = holm([test.p_value for test in tests], self.alpha)
         return [
             Finding(
@@ -89,11 +119,10 @@ class Trial:
                 position=None,
                 verdict=Verdict.FAULT,
                 problem=f"{test.name}: {test.words} (statistic {test.statistic:.3g} over {test.num}, "
-                f"p-value {test.p_value:.2g})",
+                f"p-value {test.p_value:.2g}){(more or {}).get(test.name, '')}",
                 reproduce=self.reproduce(check, subject, None),
             )
-            for test, no in zip(tests, rejected, strict=True)
-            if no
+            for test in sorted((test for test, no in zip(tests, rejected, strict=True) if no), key=lambda t: t.p_value)
         ]
 
     def misshapen(self, query: Query, answer: Answer) -> tuple[int, str] | None:
@@ -119,6 +148,11 @@ class Trial:
             shown = f"{answer.text[place : place + 20]!r}, the token ids say {text[place : place + 20]!r}"
             return 0, f"text differs from its token ids at character {place}: {shown}"
         return None
+
+
+def afresh(subject: Subject) -> Subject:
+    """The subject itself, where `subject` is one that answers a known query from memory."""
+    return getattr(subject, "asked_afresh", subject)
 
 
 def _first_difference(a: Sequence[object], b: Sequence[object]) -> int:
