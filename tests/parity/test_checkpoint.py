@@ -383,7 +383,7 @@ def test_engines_of_a_quantised_target_are_held_against_its_checkpoint(
     tiny_checkpoints.prepare(deployment.checkpoint, deployment.checkpoint.parents[1] / "target")
     words = ["parity", str(deployment.spec), "--subject", "engines", "--check", "greedy"]
     assert CliRunner().invoke(main, words).exit_code == EXIT_OK
-    monkeypatch.setattr(Workbench, "_reference", lambda self: ReferenceSampler(self._source))
+    monkeypatch.setattr(Workbench, "_reference", lambda self: (ReferenceSampler(self._source), "float32"))
     assert CliRunner().invoke(main, words).exit_code == EXIT_PARITY_FAILED
 
 
