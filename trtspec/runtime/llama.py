@@ -190,9 +190,16 @@ class Llama:
         *,
         mask: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
+        end: int | None = None,
     ) -> torch.Tensor:
-        """x `[B, Q, hidden]` after some of the layers; the other arguments are those of `hidden`."""
-        rope, slots, end, visible = self._places(x.shape[1], cache, start, mask, positions)
+        """x `[B, Q, hidden]` after some of the layers; the other arguments are those of `hidden`.
+
+        Args:
+            end: attention goes over the first `end` positions of the cache, masked, not only over those up to the last
+                token. With a tensor as `start`, no shape and nothing the CPU must know then depends on where the tokens
+                stand. Not together with `mask`; that the tokens stand before `end` is not checked.
+        """
+        rope, slots, end, visible = self._places(x.shape[1], cache, start, mask, positions, end)
         caches: Sequence[LayerCache | None] = [None] * len(layers)
         if cache is not None:
             caches = cache.of_layers(layers, x.shape[0], start, slots, end)
@@ -218,12 +225,15 @@ class Llama:
         start: int | torch.Tensor,
         mask: torch.Tensor | None,
         positions: torch.Tensor | None,
+        end: int | None,
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, int, torch.Tensor | None]:
         """Where Q new tokens stand: cosine and sine, cache slots `[B or 1, Q]`, their end, and what each token sees."""
         offsets = torch.arange(length, device=self.device)
         begin = torch.as_tensor(start, device=self.device).reshape(-1, 1)  # [B or 1, 1]
         slots = begin + offsets  # [B or 1, Q]
-        end = (start if isinstance(start, int) else int(begin.max())) + length
+        sees_all = end is None and slots.numel() == 1
+        if end is None:
+            end = (start if isinstance(start, int) else int(begin.max())) + length
         if cache is not None and end > cache.capacity:
             raise TrtspecError(
                 f"the KV cache holds {cache.capacity} positions, {end} are needed",
@@ -231,18 +241,14 @@ class Llama:
             )
         where = slots if positions is None else begin + positions
         rope = self._cos[where].unsqueeze(1), self._sin[where].unsqueeze(1)  # [B or 1, 1, Q, head]
-        return rope, slots, end, self._visible(slots, begin, end, mask)
+        return rope, slots, end, None if sees_all else self._visible(slots, begin, end, mask)
 
-    def _visible(
-        self, slots: torch.Tensor, begin: torch.Tensor, end: int, mask: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """`[B or 1, 1, group * Q, end]`: 0 at the cache positions that a new token sees, else -inf; None: it sees all.
+    def _visible(self, slots: torch.Tensor, begin: torch.Tensor, end: int, mask: torch.Tensor | None) -> torch.Tensor:
+        """`[B or 1, 1, group * Q, end]`: 0 at the cache positions that a new token sees, else -inf.
 
         Attention adds it to the scores; a bool mask would be made into this in every layer.
         """
         length = slots.shape[1]
-        if length == 1 and slots.shape[0] == 1:
-            return None
         keys = torch.arange(end, device=self.device)
         if mask is None:
             seen = keys <= slots.unsqueeze(-1)  # [B or 1, Q, end]

@@ -28,6 +28,7 @@ from trtspec.decoding.sampler import TokenSampler
 from trtspec.decoding.token_tree import TokenTree, verify_tree
 from trtspec.decoding.verify import verify
 from trtspec.errors import TrtspecError
+from trtspec.runtime.cuda_graphs import GraphedLlama
 from trtspec.runtime.early_exit import begin, finish
 from trtspec.runtime.engine import EngineConfig, map_weights
 from trtspec.runtime.kernels import linear
@@ -66,7 +67,12 @@ class TorchRuntime:
         loaded = map_weights(self.config)
         # The rope table need not be longer than the engine's sequences.
         model = replace(self.config.model, max_position_embeddings=self.config.max_seq_len)
-        self._model = Llama(model, loaded.weights, device, loaded.activations)
+        if torch.device(device).type == "cuda":
+            # Two: a draft model whose tokens were all accepted has not seen the last of them.
+            widest = max(2, self.config.max_draft_len + 1)
+            self._model: Llama = GraphedLlama(model, loaded.weights, device, loaded.activations, widest=widest)
+        else:
+            self._model = Llama(model, loaded.weights, device, loaded.activations)
         self._modules = Modules.of_engine(self.config, self._model)
         self._medusa = Medusa.of_engine(self.config, self._model)
         extra_layers = self._modules.num_modules if self._modules else 0
