@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from trtspec.errors import TrtspecError
 from trtspec.models.source import ModelSource, open_model
 from trtspec.runtime.llama import Llama, load_weights
-from trtspec.train.generate import Answer, Generator, count_tokens, generate_shards
+from trtspec.train.generate import Answer, Generator, count_tokens, generate_shards, prompt_ids
+from trtspec.train.prompts import Prompt, training_prompt
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +98,36 @@ def test_a_shard_says_what_it_holds(source: ModelSource, model: Llama, tmp_path:
     first = source.tokenizer().decode(data["tokens"][: data["prompt_len"][0]].tolist(), skip_special_tokens=False)
     assert first.startswith("<|im_start|>") and first.endswith("<|im_start|>assistant\n")
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_an_unfinished_prompt_ends_with_its_words(source: ModelSource) -> None:
+    begun, whole = (
+        prompt_ids(Prompt("own", ({"role": "user", "content": text},), unfinished=unfinished), source)
+        for text, unfinished in (("List five", True), ("List five", False))
+    )
+    assert whole[: len(begun)] == begun and len(whole) > len(begun)
+    assert source.tokenizer().decode(begun).endswith("user\nList five")
+
+
+def test_the_model_finishes_such_prompts_and_then_answers_them(
+    source: ModelSource, model: Llama, tmp_path: Path
+) -> None:
+    """Every recorded text is a whole conversation: the words a prompt began with, more, and the assistant's turn."""
+    shards(source, model, tmp_path, 200)
+    decode = source.tokenizer().decode
+    rest = []
+    for path in sorted(tmp_path.iterdir()):
+        data = load_file(path)
+        texts = data["tokens"].split(data["length"].tolist())
+        for index, length, text in zip(data["index"].tolist(), data["prompt_len"].tolist(), texts, strict=True):
+            prompt = training_prompt(index)
+            written = decode(text[:length].tolist(), skip_special_tokens=False)
+            if prompt.unfinished:
+                begun = prompt.messages[-1]["content"].strip()
+                _, _, said = written.partition(f"user\n{begun}")
+                assert said.endswith("<|im_end|>\n<|im_start|>assistant\n")
+                rest.append(said.removesuffix("<|im_end|>\n<|im_start|>assistant\n"))
+    assert rest and any(rest)
 
 
 def test_a_context_without_room_for_any_prompt(source: ModelSource, model: Llama, tmp_path: Path) -> None:

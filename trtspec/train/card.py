@@ -22,8 +22,7 @@ def model_card(report: dict[str, Any]) -> str:
         "(tensor `d2t`: target id = row + d2t[row]). Other ids are never proposed; what is emitted is the target's "
         "choice in any case.\n\n"
         "## How it was made\n\n"
-        f"{training['answers']} answers of the target ({training['answer_tokens']} tokens) to generated prompts, "
-        "three in five greedy, the others at temperature 0.7 or 1, each token with the target's "
+        f"{_answers(training)}, each token with the target's "
         f"{training['top_k']} largest probabilities. The layers start as the first ones of the target and are "
         f"trained on the cross-entropy with these probabilities: {training['steps']} steps, "
         f"{training['minutes']:.0f} minutes of wall time on a machine with {training['cpus']} CPUs. On training "
@@ -68,12 +67,11 @@ def medusa_card(report: dict[str, Any]) -> str:
         "- Tensor names and config.json are those of published Medusa heads; TensorRT-LLM checkpoints are made of them "
         "as of any others.\n\n"
         "## How it was made\n\n"
-        f"{training['answers']} answers of the target ({training['answer_tokens']} tokens) to generated prompts, "
-        "three in five greedy, the others at temperature 0.7 or 1, each token with the hidden state before it and the "
+        f"{_answers(training)}, each token with the hidden state before it and the "
         f"target's {training['top_k']} largest probabilities. The heads begin as the target's own head and are trained "
         f"on the cross-entropy with these probabilities over the {training['vocab']} ids used most and a sample of the "
         f"others: {training['steps']} steps, {training['minutes']:.0f} minutes of wall time on a machine with "
-        f"{training['cpus']} CPUs.{training.get('note', '')}\n\n```\n{report['command']}\n```\n\n"
+        f"{training['cpus']} CPUs.{_losses(training)}{training.get('note', '')}\n\n```\n{report['command']}\n```\n\n"
         "## Measured\n\n"
         f"Along {report['answer_tokens']} tokens of the target's own answers, one greedy and one sampled a prompt. "
         "Tokens a target pass, the target's own token included; the trees are the best ones for the training prompts "
@@ -93,6 +91,27 @@ def medusa_card(report: dict[str, Any]) -> str:
     return text + (
         f"Target pass by tokens in it (root and nodes), batch 1, {report['threads']} threads: {times}.\n\n"
         f"Measure again with:\n\n```\n{report['measure_command']}\n```\n"
+    )
+
+
+def _answers(training: dict[str, Any]) -> str:
+    """What was trained on; files of before know neither the type nor the prompts that the target wrote."""
+    own = training.get("own_prompts", 0)
+    written = f", {100 * own / training['answers']:.0f} % of which it wrote itself" if own else ""
+    return (
+        f"{training['answers']} answers of the target ({training['answer_tokens']} tokens, made in "
+        f"{training.get('dtype', 'float32')}) to generated prompts{written}, three in five greedy, the others at "
+        "temperature 0.7 or 1"
+    )
+
+
+def _losses(training: dict[str, Any]) -> str:
+    """The two losses, where they are known."""
+    if "loss_trained" not in training:
+        return ""
+    return (
+        f" The loss at the end: {training['loss_trained']:.2f} on answers that were trained on, "
+        f"{training['loss']:.2f} on such that were kept aside."
     )
 
 

@@ -6,7 +6,6 @@ Joins the stages; what each does is in its own module. Does not know how progres
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from trtspec.errors import TrtspecError
 from trtspec.models.source import ModelSource, open_model
 from trtspec.runtime.llama import Llama, load_weights
-from trtspec.train.answers import AnswerOptions, Report, claim, generate, load_target, shards
+from trtspec.train.answers import AnswerOptions, Report, claim, generate, load_target, made_of, shards
 from trtspec.train.card import model_card
 from trtspec.train.distill import Trainer, draft_config, head_ids, initial_weights, load_samples
 from trtspec.train.loop import stage
@@ -50,7 +49,7 @@ def train_draft(options: DraftOptions, report: Report) -> dict[str, Any]:
     claim(options, source)
     generate(options, source, report)
     target = load_target(source)
-    trainer = _train(options, source, target, report)
+    trainer, trained = _train(options, source, target, report)
     report("measure", 0.0, "recording the target's answers")
     config = trainer.model.config
     config_json, tensors = draft_files(config, trainer.model.weights, source)
@@ -66,13 +65,10 @@ def train_draft(options: DraftOptions, report: Report) -> dict[str, Any]:
             "stored_parameters": sum(t.numel() for n, t in tensors.items() if n != "d2t"),
         },
         "training": {
-            "answers": len(samples),
+            **made_of(options, (s.index for s in samples)),
             "answer_tokens": sum(len(s.rows) for s in samples),
             "top_k": samples[0].rows.shape[1],
-            "steps": trainer.step,
-            "minutes": round(trainer.seconds / 60, 1),
-            "cpus": os.cpu_count(),
-            **{name: round(value, 4) for name, value in trainer.validate().items()},
+            **trained,
         },
     }
     _write(options.output, config_json, tensors, figures)
@@ -122,7 +118,9 @@ def _write(output: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor
     write_directory(output, texts, tensors)
 
 
-def _train(options: DraftOptions, source: ModelSource, target: Llama, report: Report) -> Trainer:
+def _train(
+    options: DraftOptions, source: ModelSource, target: Llama, report: Report
+) -> tuple[Trainer, dict[str, float | int | None]]:
     label = f"{options.layers}-layers-{options.draft_vocab}"
     ids_file = options.work_dir / f"head-{label}.json"
     if not ids_file.exists():  # fixed once: a checkpoint is tied to its head
@@ -133,5 +131,4 @@ def _train(options: DraftOptions, source: ModelSource, target: Llama, report: Re
     samples = load_samples(shards(options), ids, source.config.vocab_size)
     weights = initial_weights(target.weights, options.layers, ids)
     trainer = Trainer(draft_config(source.config, options.layers), weights, samples, seed=options.seed)
-    stage(trainer, options, report, options.work_dir / f"checkpoint-{label}.pt")
-    return trainer
+    return trainer, stage(trainer, options, report, options.work_dir / f"checkpoint-{label}.pt")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,12 +26,16 @@ from trtspec.runtime.llama import Llama
 from trtspec.train.prompts import Prompt, training_prompt
 
 TEMPERATURES = (0.0, 0.0, 0.0, 0.7, 1.0)  # drawn per prompt; three of five answers are greedy
-ANSWER_LENGTHS = (96, 160, 224, 224)  # the longest an answer may get, drawn per prompt
+ANSWER_LENGTHS = (64, 96, 128, 160)  # the longest an answer may get, drawn per prompt
+PROMPT_LENGTH = 64  # the longest that the rest of an unfinished prompt may get
 
 
 @dataclass
 class Answer:
-    """One row: the prompt, what was generated so far, and the states and distributions it was drawn from."""
+    """One row: the prompt, what was generated so far, and the states and distributions it was drawn from.
+
+    Where `begun` is set, the row goes on with these words of a user, and what is generated is the rest of a prompt.
+    """
 
     index: int
     prompt: list[int]
@@ -40,6 +45,7 @@ class Answer:
     top_ids: list[torch.Tensor] = field(default_factory=list)
     top_logprobs: list[torch.Tensor] = field(default_factory=list)
     states: list[torch.Tensor] = field(default_factory=list)
+    begun: str | None = None
 
 
 class Generator:
@@ -60,7 +66,7 @@ class Generator:
         eos_ids: Iterable[int],
         *,
         rows: int = 160,
-        capacity: int = 448,
+        capacity: int = 320,
         top_k: int = 24,
         seed: int = 0,
     ) -> None:
@@ -148,8 +154,13 @@ class Generator:
 
 
 def prompt_ids(prompt: Prompt, source: ModelSource) -> list[int]:
-    """Token ids of a prompt, the chat template applied to conversations."""
-    return source.encode(source.chat(prompt.messages) if prompt.messages else prompt.text)
+    """Token ids of a prompt, the chat template applied to conversations; an unfinished one ends with its words."""
+    if not prompt.unfinished:
+        return source.encode(source.chat(prompt.messages) if prompt.messages else prompt.text)
+    *before, last = prompt.messages
+    mark = "\N{OBJECT REPLACEMENT CHARACTER}"
+    opening, _, _ = source.chat([*before, {**last, "content": mark}]).partition(mark)
+    return source.encode(opening + last["content"])
 
 
 def generate_shards(
@@ -162,7 +173,7 @@ def generate_shards(
     workers: int = 1,
     seed: int = 0,
     rows: int = 160,
-    capacity: int = 448,
+    capacity: int = 320,
     answers_per_shard: int = 32,
     report: Callable[[int], None] = lambda tokens: None,
 ) -> int:
@@ -188,10 +199,16 @@ def generate_shards(
         capacity=capacity,
         seed=seed * 1000 + len(shards) * workers + worker,
     )
-    waiting = _waiting(source, capacity, seed, worker, workers, done)
     finished: list[Answer] = []
+    completed: deque[Answer] = deque()  # prompts that the model has written the rest of
+    waiting = _first_of(completed, _waiting(source, capacity, seed, worker, workers, done))
     number = len(shards)
+    decode = source.tokenizer().decode
     for answer in generator.answers(waiting):
+        if answer.begun is not None:
+            message = {"role": "user", "content": (answer.begun + decode(answer.tokens)).strip()}
+            completed.extend(_planned(answer.index, Prompt("own", (message,)), source, capacity, seed))
+            continue
         finished.append(answer)
         if len(finished) == answers_per_shard:
             save_shard(finished, folder / f"answers-{worker}-{number:05d}.safetensors")
@@ -206,21 +223,14 @@ def generate_shards(
 def _waiting(
     source: ModelSource, capacity: int, seed: int, worker: int, workers: int, done: set[int]
 ) -> Iterator[Answer]:
-    """Endless answers to begin, by blocks of 128 prompts ordered by length so that groups pad little."""
+    """Endless rows to begin, by blocks of 128 prompts ordered by length so that groups pad little."""
     block = 0
     while True:
-        answers, too_long = [], 0
+        answers = []
         for index in range(block * 128 * workers + worker, (block + 1) * 128 * workers, workers):
-            if index in done:
-                continue
-            rng = random.Random(f"{seed}/{index}")
-            ids = prompt_ids(training_prompt(index, seed), source)
-            budget = min(rng.choice(ANSWER_LENGTHS), capacity - len(ids))
-            if budget >= min(ANSWER_LENGTHS) // 3:
-                answers.append(Answer(index, ids, rng.choice(TEMPERATURES), budget))
-            else:
-                too_long += 1
-        if too_long == 128:
+            if index not in done:
+                answers += _planned(index, training_prompt(index, seed), source, capacity, seed)
+        if not answers and not done:
             raise TrtspecError(
                 f"no prompt leaves room for an answer in {capacity} positions",
                 where=source.name,
@@ -228,6 +238,24 @@ def _waiting(
             )
         yield from sorted(answers, key=lambda answer: len(answer.prompt))
         block += 1
+
+
+def _planned(index: int, prompt: Prompt, source: ModelSource, capacity: int, seed: int) -> list[Answer]:
+    """The row that answers a prompt, or that writes the rest of an unfinished one; none where it is too long."""
+    rng = random.Random(f"{seed}/{index}")
+    ids = prompt_ids(prompt, source)
+    shortest = min(ANSWER_LENGTHS) // 3
+    if prompt.unfinished:
+        fits = len(ids) + PROMPT_LENGTH + shortest <= capacity
+        return [Answer(index, ids, 1.0, PROMPT_LENGTH, begun=prompt.messages[-1]["content"])] if fits else []
+    budget = min(rng.choice(ANSWER_LENGTHS), capacity - len(ids))
+    return [Answer(index, ids, rng.choice(TEMPERATURES), budget)] if budget >= shortest else []
+
+
+def _first_of(completed: deque[Answer], others: Iterator[Answer]) -> Iterator[Answer]:
+    """What lies in the queue, when it lies there, before the others."""
+    while True:
+        yield completed.popleft() if completed else next(others)
 
 
 def save_shard(answers: list[Answer], path: Path) -> None:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from trtspec.runtime.medusa import MedusaHeads, linear_name
 from trtspec.train.loop import TrainingLoop
 
+PIECE = 16  # positions of a training sample: a step sees many answers, a little of each
 NUM_RANKS = 16  # ranks that are told apart; what ranks lower counts as not found
 
 
@@ -40,6 +41,11 @@ class HeadSample:
     tokens: torch.Tensor
     rows: torch.Tensor
     probs: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that is recorded at each token."""
+        return self.states, self.tokens, self.rows, self.probs
 
 
 def load_head_samples(shards: Sequence[Path], ids: torch.Tensor, vocab_size: int) -> list[HeadSample]:
@@ -64,6 +70,14 @@ def load_head_samples(shards: Sequence[Path], ids: torch.Tensor, vocab_size: int
     return samples
 
 
+def pieces(sample: HeadSample, num_heads: int) -> list[HeadSample]:
+    """An answer in pieces, each with as many tokens behind its positions as the last head looks ahead."""
+    return [
+        HeadSample(sample.index, *(t[at : at + PIECE + num_heads] for t in sample.tensors))
+        for at in range(0, max(len(sample.tokens) - num_heads, 1), PIECE)
+    ]
+
+
 def initial_heads(num_heads: int, num_layers: int, hidden_size: int) -> dict[str, torch.Tensor]:
     """Heads of zeros under TensorRT-LLM names: each begins as the target's own head."""
     shapes = {"weight": (hidden_size, hidden_size), "bias": (hidden_size,)}
@@ -83,40 +97,47 @@ class HeadTrainer(TrainingLoop[HeadSample]):
         output: float32 `[vocab, hidden]`, the target's.
         ids: int64 [n], the ids that are always in the loss.
         samples: recorded answers.
+        dtype: of the large products; parameters and probabilities are float32.
         num_sampled: further ids in the loss of a step.
         batch_tokens, lr, seed: see `TrainingLoop`.
     """
 
     def __init__(
         self, weights: Mapping[str, torch.Tensor], output: torch.Tensor, ids: torch.Tensor,
-        samples: Sequence[HeadSample], *,
+        samples: Sequence[HeadSample], *, dtype: torch.dtype = torch.float32,
         num_sampled: int = 256, batch_tokens: int = 512, lr: float = 3e-3, seed: int = 0,
     ) -> None:  # fmt: skip
         parameters = {name: torch.nn.Parameter(tensor) for name, tensor in weights.items()}
         super().__init__(parameters, samples, batch_tokens=batch_tokens, lr=lr, weight_decay=0.01, seed=seed)
         self.heads = MedusaHeads(self.parameters, output)
+        self.answers = self.samples
+        self.samples = [piece for answer in self.answers for piece in pieces(answer, self.heads.num_heads)]
         others = torch.ones(len(output), dtype=torch.bool)
         others[ids] = False
         self._others = others.nonzero()[:, 0]
         self._num_sampled = min(num_sampled, len(self._others))
-        self._kept = output[ids]
+        self._dtype = dtype
+        self._output = output.to(dtype)
+        self._kept = self._output[ids]
         self._random = torch.Generator().manual_seed(seed)
 
     def loss(self, batch: list[HeadSample]) -> torch.Tensor:
         """Mean over the heads of the cross-entropy with the target's probabilities, see the module."""
         drawn = self._others[torch.randperm(len(self._others), generator=self._random)[: self._num_sampled]]
-        matrix = torch.cat([self._kept, self.heads.output[drawn]])  # [n + sampled, hidden]
+        matrix = torch.cat([self._kept, self._output[drawn]])  # [n + sampled, hidden]
         raised = torch.zeros(len(matrix))
         if self._num_sampled:
             raised[len(self._kept) :] = math.log(len(self._others) / self._num_sampled)
         total = torch.zeros(())
         for head in range(self.heads.num_heads):
             ahead = 1 + head
-            states = torch.cat([s.states[:-ahead] for s in batch]).float()
-            rows = torch.cat([s.rows[ahead:] for s in batch])
-            probs = torch.cat([s.probs[ahead:] for s in batch])
-            logits = F.linear(self.heads.states(head, states), matrix) + raised
-            picked = logits.gather(1, rows.clamp_min(0)) - logits.logsumexp(dim=-1, keepdim=True)
+            some = batch[::ahead]  # a head counts where those before it are right, so the later get less of the time
+            states = torch.cat([s.states[:-ahead] for s in some]).float()
+            rows = torch.cat([s.rows[ahead:] for s in some])
+            probs = torch.cat([s.probs[ahead:] for s in some])
+            with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
+                logits = F.linear(self.heads.states(head, states), matrix, raised)
+            picked = F.log_softmax(logits.float(), dim=-1).gather(1, rows.clamp_min(0))
             total = total - (probs * picked).sum() / probs.sum().clamp_min(1e-6)
         return total / self.heads.num_heads
 
@@ -124,11 +145,21 @@ class HeadTrainer(TrainingLoop[HeadSample]):
         """Tokens of an answer."""
         return len(sample.tokens)
 
-    def validate(self, limit: int = 64) -> dict[str, float]:
-        """On prompts kept aside: how often each head's first choice is the token that comes."""
-        ranks = [text_ranks(self.heads, s.states, s.tokens) for s in self.held_out[:limit]]
+    @torch.no_grad()
+    def validate(self, limit: int = 32) -> dict[str, float]:
+        """On prompts kept aside: how often each head's first choice is the token that comes, and the loss.
+
+        The loss on as many of the answers that were trained on tells whether answers or steps are missing.
+        """
+        kept, seen = self.held_out[:limit], self.answers[:limit]
+        ranks = [text_ranks(self.heads, s.states, s.tokens) for s in kept]
         hits = [[text[: -1 - h, h] == 0 for text in ranks] for h in range(self.heads.num_heads)]
-        return {f"head_{h}": float(torch.cat(hit).float().mean()) if hit else 0.0 for h, hit in enumerate(hits)}
+        figures = {f"head_{h}": float(torch.cat(hit).float().mean()) if hit else 0.0 for h, hit in enumerate(hits)}
+        for name, samples in (("loss", kept), ("loss_trained", seen)):
+            if samples:
+                batches = [samples[at : at + 8] for at in range(0, len(samples), 8)]
+                figures[name] = sum(float(self.loss(batch)) for batch in batches) / len(batches)
+        return figures
 
 
 @torch.inference_mode()

@@ -169,8 +169,10 @@ class TrainingLoop(ABC, Generic[SampleT]):
         self.step, self.seconds = state["step"], state["seconds"]
 
 
-def stage(trainer: TrainingLoop[Any], options: AnswerOptions, report: Report, checkpoint: Path) -> None:
-    """Run the stage `train` as the options say, and report the figures on what was kept aside."""
+def stage(
+    trainer: TrainingLoop[Any], options: AnswerOptions, report: Report, checkpoint: Path
+) -> dict[str, float | int | None]:
+    """Run the stage `train` as the options say; returns what a card says about it, see `TrainingLoop.validate`."""
     smooth = 0.0
 
     def note(step: int, done: float, loss: float) -> None:
@@ -179,4 +181,11 @@ def stage(trainer: TrainingLoop[Any], options: AnswerOptions, report: Report, ch
         report("train", min(1.0, done), f"step {step}, loss {smooth:.3f}")
 
     trainer.train(steps=options.steps, minutes=options.minutes, report=note, checkpoint=checkpoint)
-    report("train", 1.0, ", ".join(f"{name} {value:.3f}" for name, value in trainer.validate().items()))
+    figures = trainer.validate()
+    report("train", 1.0, ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
+    return {
+        "steps": trainer.step,
+        "minutes": round(trainer.seconds / 60, 1),
+        "cpus": os.cpu_count(),
+        **{name: round(value, 4) for name, value in figures.items()},
+    }

@@ -7,7 +7,6 @@ stages; what each does is in its own module. Does not know how progress is shown
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from trtspec.plan.tree import Node, accuracies_of, best_tree, chain, tokens_per_
 from trtspec.runtime.llama import Llama
 from trtspec.runtime.medusa import MedusaHeads
 from trtspec.spec.schema import Medusa
-from trtspec.train.answers import AnswerOptions, Report, claim, generate, load_target, shards
+from trtspec.train.answers import AnswerOptions, Report, claim, fast_dtype, generate, load_target, made_of, shards
 from trtspec.train.card import medusa_card
 from trtspec.train.distill import head_ids
 from trtspec.train.heads import HeadTrainer, initial_heads, load_head_samples, text_ranks
@@ -34,6 +33,7 @@ from trtspec.train.store import json_text, write_directory, write_text
 WEIGHTS = "medusa_lm_head.safetensors"
 TREE_SIZES = (15, 40)  # nodes of the trees that heads are measured with
 TOP = 5  # ranks on the card
+JUDGED = 64  # answers kept aside that the trees are chosen for
 
 
 @dataclass(frozen=True)
@@ -72,16 +72,16 @@ def train_medusa(options: MedusaOptions, report: Report) -> dict[str, Any]:
     claim(options, source)
     generate(options, source, report)
     target = load_target(source)
-    trainer = _train(options, source, target, report)
+    trainer, trained = _train(options, source, target, report)
     weights = {name: tensor.detach().bfloat16() for name, tensor in trainer.parameters.items()}
     heads = MedusaHeads({name: tensor.float() for name, tensor in weights.items()}, trainer.heads.output)
     report("measure", 0.0, "choosing the trees")
-    texts = [text_ranks(heads, s.states, s.tokens).numpy() for s in trainer.held_out]
+    texts = [text_ranks(heads, s.states, s.tokens).numpy() for s in trainer.held_out[:JUDGED]]
     accuracies = accuracies_of(texts)
     trees = {str(size): best_tree(accuracies, size) for size in TREE_SIZES} if texts else {}
     report("measure", 0.2, "recording the target's answers")
     references = reference_answers(target, source, prompts, options.work_dir)
-    samples = trainer.samples + trainer.held_out
+    samples = trainer.answers + trainer.held_out
     figures = {
         "target": options.target_name(source),
         "command": options.command,
@@ -92,14 +92,11 @@ def train_medusa(options: MedusaOptions, report: Report) -> dict[str, Any]:
             "stored_parameters": sum(t.numel() for t in weights.values()),
         },
         "training": {
-            "answers": len(samples),
+            **made_of(options, (s.index for s in samples)),
             "answer_tokens": sum(len(s.tokens) for s in samples),
             "top_k": samples[0].rows.shape[1],
             "vocab": min(options.vocab, source.config.vocab_size),
-            "steps": trainer.step,
-            "minutes": round(trainer.seconds / 60, 1),
-            "cpus": os.cpu_count(),
-            **{name: round(value, 4) for name, value in trainer.validate().items()},
+            **trained,
         },
         **measure_heads(heads, target, references, trees, report),
     }
@@ -217,7 +214,9 @@ def _public_name(name: str) -> str:
     return name.removeprefix("medusa_heads.").replace("medusa_layers.", "")
 
 
-def _train(options: MedusaOptions, source: ModelSource, target: Llama, report: Report) -> HeadTrainer:
+def _train(
+    options: MedusaOptions, source: ModelSource, target: Llama, report: Report
+) -> tuple[HeadTrainer, dict[str, float | int | None]]:
     label = f"{options.heads}x{options.layers}-{options.vocab}"
     ids_file = options.work_dir / f"medusa-ids-{options.vocab}.json"
     if not ids_file.exists():  # fixed once, so that a run that goes on has the same loss
@@ -228,6 +227,5 @@ def _train(options: MedusaOptions, source: ModelSource, target: Llama, report: R
     samples = load_head_samples(shards(options), ids, source.config.vocab_size)
     weights = initial_heads(options.heads, options.layers, source.config.hidden_size)
     output = target.weights["lm_head.weight"][: source.config.vocab_size]
-    trainer = HeadTrainer(weights, output, ids, samples, seed=options.seed)
-    stage(trainer, options, report, options.work_dir / f"medusa-{label}.pt")
-    return trainer
+    trainer = HeadTrainer(weights, output, ids, samples, dtype=fast_dtype(), seed=options.seed)
+    return trainer, stage(trainer, options, report, options.work_dir / f"medusa-{label}.pt")

@@ -2,8 +2,9 @@
 
 A draft learns the wording that the target answers with, so breadth counts more than truth: every family is phrased
 in several ways, and passages are put together from parts or taken from the docstrings and functions of Python's
-standard library. The words are in prompts.yaml. Does not know models, tokenizers or the prompts that a draft is
-measured on.
+standard library. Three in five prompts give no more than first words, and the target thinks of the rest: it was tuned
+on conversations, and writes a user's turn as well as its own. The words are in prompts.yaml. Does not know models,
+tokenizers or the prompts that a draft is measured on.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request: a conversation for the chat template, or plain text to continue (`messages` empty)."""
+    """One request: a conversation for the chat template, or plain text to continue (`messages` empty).
+
+    Of an unfinished one the last message is only begun: the model that is to answer it writes the rest as well.
+    """
 
     family: str
     messages: tuple[Message, ...]
     text: str = ""
+    unfinished: bool = False
 
 
 def training_prompt(index: int, seed: int = 0) -> Prompt:
@@ -37,6 +42,8 @@ def training_prompt(index: int, seed: int = 0) -> Prompt:
     request = _FAMILIES[family][1](draw)
     if family == "continuation":
         return Prompt(family, (), request)
+    if family == "own":
+        return Prompt(family, ({"role": "user", "content": request},), unfinished=True)
     return Prompt(family, tuple(_conversation(draw, request)))
 
 
@@ -209,8 +216,14 @@ def _continuation(draw: _Draw) -> str:
     )
 
 
+def _own(draw: _Draw) -> str:
+    """The first words of a request, and often none."""
+    return "" if draw.rng.random() < 0.3 else str(draw("beginnings"))
+
+
 # family -> (weight, maker)
 _FAMILIES: dict[str, tuple[float, Callable[[_Draw], str]]] = {
+    "own": (160, _own),
     "question": (18, _question),
     "list": (14, _list),
     "code": (17, _code),
