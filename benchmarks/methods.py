@@ -222,6 +222,9 @@ def built(config: Path, settings: Sequence[str], dtype: str | None, directory: P
         shared = spec.speculation.method == "early_exit"  # its draft is the target's
         roles = [role for role in spec.models if role in own and not shared]
         overrides += [f"{section}.dtype={dtype}" for section in ("target", *(own[role] for role in roles))]
+        if spec.speculation.method == "tree" and spec.speculation.tree:
+            further = [draft.model_dump(mode="json") | {"dtype": dtype} for draft in spec.speculation.tree.drafts]
+            overrides.append(f"speculation.tree.drafts={json.dumps(further)}")
     spec = load_spec(config, overrides)
     report = build_graph(spec).run(Lines(lambda line: click.echo(f"  {line}", err=True)))
     if report.error:

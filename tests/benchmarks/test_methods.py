@@ -125,6 +125,20 @@ def test_drafts_and_passes_take_no_longer_than_the_answer(
     assert sum(one.accepted + 1 for one in answer.passes) - answer.num_tokens in (0, 1)
 
 
+def test_the_type_is_that_of_every_model(benchmark: ModuleType, configs: dict[str, Path]) -> None:
+    """Also of the further drafts of a tree."""
+    root = configs["tree"].parent
+    content = yaml.safe_load(configs["tree"].read_text())
+    content["name"] = "drafts"
+    content["speculation"]["tree"]["drafts"] = [{"model": "./middle", "dtype": "float32", "num_layers": 1}]
+    (root / "drafts.yaml").write_text(yaml.safe_dump(content))
+    built = benchmark.built(root / "drafts.yaml", (), "bfloat16", root / "work")
+    assert {role: model.dtype for role, model in built.models.items()} == dict.fromkeys(
+        ("target", "draft", "draft_2"), "bfloat16"
+    )
+    assert built.models["draft_2"].num_layers == 1
+
+
 def test_another_target_is_refused(
     benchmark: ModuleType, configs: dict[str, Path], save_model: Callable[..., Path]
 ) -> None:

@@ -340,6 +340,32 @@ def test_the_trees_of_several_drafts(project: Project) -> None:
     assert "speculation.tree.drafts[1]: the draft_3 does not fit the target" in message and "first in id 5" in message
 
 
+def test_one_word_switches_the_method(project: Project) -> None:
+    """What each method needs stands side by side in one file, and only `method` changes."""
+    speculation = project.content["speculation"]
+    del speculation["num_draft_tokens"]  # 4 where a method's settings do not say it
+    speculation |= {
+        "early_exit": {"layer": 1},
+        "ngram": {"max_ngram": 2},
+        "tree": {"branching": [2, 1]},
+        "cascade": {"middle": project.content["target"] | {"num_layers": 1}},
+        "medusa": {"heads": "./heads", "choices": [[0]]},
+    }
+    roles = {"early_exit": ["draft"], "ngram": [], "tree": ["draft"], "cascade": ["middle", "draft"], "none": []}
+    for method, proposers in {**roles, "draft_target": ["draft"]}.items():
+        speculation["method"] = method
+        project.write()
+        built = [step.removeprefix("engine:") for step in statuses(project.build()) if step.startswith("engine:")]
+        assert built == ["target", *proposers]
+        values = parameters(project.model_repo / "tensorrt_llm_bls")
+        assert values["method"] == method
+        named = {role for role in ("middle", "draft") if f"tensorrt_llm_{role}_model_name" in values}
+        assert named == set(proposers)
+        notes = CliRunner().invoke(main, ["config", "validate", str(project.config)]).stdout
+        assert f"speculation.medusa: unused, because method is {method}" in notes
+        assert f"speculation.{method}: unused" not in notes
+
+
 def parameters(model: Path) -> dict[str, str]:
     """What a model's config.pbtxt tells it."""
     text = (model / "config.pbtxt").read_text()

@@ -85,3 +85,10 @@ def test_written_config_reads_back_the_same(change: dict[str, Any]) -> None:
 def test_an_impossible_size_is_named(value: Any, message: str) -> None:
     with pytest.raises(TrtspecError, match=message):
         config(hidden_size=value)
+
+
+@pytest.mark.parametrize("value", ["one", -1, 1.5])
+@pytest.mark.parametrize("key", ["num_nextn_predict_layers", "num_experts_per_tok", "moe_intermediate_size"])
+def test_an_impossible_count_is_named(key: str, value: Any) -> None:
+    with pytest.raises(TrtspecError, match=f"{key} is {value!r}"):
+        config(**{key: value})

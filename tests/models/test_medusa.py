@@ -98,6 +98,12 @@ def test_heads_that_are_not_whole(tmp_path: Path, lost: str, message: str) -> No
         open_medusa(tmp_path)
 
 
+def test_an_output_matrix_behind_layers_that_are_not_there(tmp_path: Path) -> None:
+    safetensors(tmp_path, {name.replace(".1.weight", ".3.weight"): tensor for name, tensor in heads().items()})
+    with pytest.raises(TrtspecError, match=r"Medusa head 0 has its output matrix in 0\.3\.weight, behind 1 layers"):
+        open_medusa(tmp_path)
+
+
 def test_no_heads(tmp_path: Path) -> None:
     with pytest.raises(TrtspecError, match=r"no Medusa heads; expected medusa_lm_head\.safetensors"):
         open_medusa(tmp_path)

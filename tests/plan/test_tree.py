@@ -134,6 +134,11 @@ def test_wrong_figures_are_refused(tmp_path: Path, content: str, message: str) -
     assert message in result.stderr and str(path) in result.stderr
 
 
+def test_no_tree_is_planned_that_a_spec_would_refuse(accuracies: Path) -> None:
+    result = run("--accuracies", str(accuracies), "--nodes", "64")
+    assert result.exit_code == 2 and "64 is not in the range 1<=x<=63" in result.output
+
+
 def test_one_source_of_figures_is_asked_for(accuracies: Path) -> None:
     for args in (
         [],

@@ -242,6 +242,15 @@ WRONG_KEYS: dict[str, tuple[str, str]] = {
         "version: 1\ntarget: {model: a}\nspeculation: {method: tree, draft: {model: b}, tree: {branching: []}}\n",
         "t.yaml:3: speculation.tree.branching: a list is not allowed; expected at least 1 items",
     ),
+    "too long a list": (
+        "version: 1\ntarget: {model: a}\nspeculation: {method: tree, draft: &b {model: b}, tree: {drafts: [*b, *b, *b, "
+        "*b]}}\n",
+        "t.yaml:3: speculation.tree.drafts: a list is not allowed; expected at most 3 items",
+    ),
+    "no good item in a list of lists": (
+        "version: 1\ntarget: {model: a}\nspeculation: {method: medusa, medusa: {heads: h, choices: [[-1]]}}\n",
+        "t.yaml:3: speculation.medusa.choices[0][0]: -1 is not allowed; expected at least 0",
+    ),
     "item of a list": (
         "version: 1\ntarget: {model: a}\nspeculation:\n  method: tree\n  draft: {model: b}\n  tree:\n"
         "    branching:\n      - 2\n      - many\n",

@@ -44,19 +44,9 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         spec_of("draft_target"),
         "speculation: method draft_target needs a draft model; add speculation.draft.model",
     ),
-    "a draft for a method that uses none": (
-        spec_of("ngram", speculation=DRAFT),
-        "speculation.draft: method ngram uses no draft model; remove this section, or set speculation.method: "
-        "draft_target",
-    ),
-    "settings of another method": (
-        spec_of("draft_target", speculation=DRAFT | {"medusa": {"heads": "h"}}),
-        "speculation.medusa: these settings are for method medusa, not draft_target; remove this section, or set "
-        "speculation.method: medusa",
-    ),
     "a method without its settings": (
         spec_of("early_exit"),
-        "speculation: method early_exit needs its settings; add speculation.early_exit",
+        "speculation: method early_exit needs its settings; add speculation.early_exit.layer",
     ),
     "nothing to propose": (
         spec_of("draft_target", speculation=DRAFT | {"num_draft_tokens": 0}),
@@ -294,6 +284,13 @@ REMARKS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a draft kept for later": (
         spec_of("none", speculation=DRAFT | {"tree": {"branching": [2]}}),
         ["speculation.draft: unused, because method is none", "speculation.tree: unused, because method is none"],
+    ),
+    "what other methods need stays, so that one word switches": (
+        spec_of("ngram", speculation=DRAFT | {"ngram": {"max_ngram": 2}, "early_exit": {"layer": 2}}),
+        [
+            "speculation.draft: unused, because method is ngram",
+            "speculation.early_exit: unused, because method is ngram",
+        ],
     ),
     "63 Medusa slots for 7 nodes": (
         spec_of(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.option(
     "--measure", is_flag=True, help="Measure the heads of CONFIG on its prompts, also where they have figures."
 )
-@click.option("--nodes", type=click.IntRange(min=1, max=256), required=True, help="Most nodes of the tree.")
+@click.option("--nodes", type=click.IntRange(min=1, max=63), required=True, help="Most nodes of the tree.")
 @click.option(
     "--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the tree, as .png or .svg (needs matplotlib)."
 )

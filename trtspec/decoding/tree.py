@@ -73,6 +73,7 @@ class TreeDrafter:
         self._role = role
         self._uniforms = uniforms
         self._num_errors = 0  # in a row
+        self._error: Exception | None = None  # the last of them
 
     def propose(self, generation: Generation, num_draft_tokens: int) -> Proposal:
         """Grow a tree of up to `num_draft_tokens` levels and `generation.node_room` nodes."""
@@ -94,7 +95,10 @@ class TreeDrafter:
             EngineError: the draft model failed twice in a row and is not asked any more.
         """
         if self._num_errors >= _MAX_DRAFT_ERRORS:
-            raise EngineError(f"the {self._role} engine failed {self._num_errors} times in a row and is left alone")
+            raise EngineError(
+                f"the {self._role} engine failed {self._num_errors} times in a row and is left alone, the last time "
+                f"with: {self._error}"
+            )
         sampling, end_ids = generation.request.sampling, generation.request.end_ids
         drawn = not sampling.greedy and self._acceptance != "tokens"
         seed = derive_seed(sampling.seed, 0, f"{self._role} from {len(generation.context)}")  # see DraftModel
@@ -115,7 +119,7 @@ class TreeDrafter:
             except Cancelled:
                 raise
             except Exception as error:
-                self._num_errors += 1
+                self._num_errors, self._error = self._num_errors + 1, error
                 if not len(tree):
                     raise
                 generation.draft_error = error

@@ -103,12 +103,12 @@ class ModelConfig:
             eos_token_ids=_ids(config.get("eos_token_id"), generation.get("eos_token_id")),
             pad_token_id=_first(config.get("pad_token_id", generation.get("pad_token_id"))),
             num_experts=num_experts,
-            num_experts_per_token=int(config.get("num_experts_per_tok") or 0),
-            moe_intermediate_size=int(config.get("moe_intermediate_size") or 0),
-            shared_expert_intermediate_size=int(config.get("shared_expert_intermediate_size") or 0),
+            num_experts_per_token=_count(config, "num_experts_per_tok"),
+            moe_intermediate_size=_count(config, "moe_intermediate_size"),
+            shared_expert_intermediate_size=_count(config, "shared_expert_intermediate_size"),
             norm_topk_prob=bool(config.get("norm_topk_prob", model_type not in _UNNORMALISED_EXPERTS)),
             num_dense_mlp_layers=_num_dense_mlp_layers(config) if num_experts else 0,
-            num_nextn_predict_layers=int(config.get("num_nextn_predict_layers") or 0),
+            num_nextn_predict_layers=_count(config, "num_nextn_predict_layers"),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -159,6 +159,14 @@ def _positive(config: Mapping[str, Any], key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         found = "is missing" if value is None else f"is {value!r}"
         raise TrtspecError(f"{key} {found}", where="config.json", expected="a positive integer")
+    return value
+
+
+def _count(config: Mapping[str, Any], key: str) -> int:
+    """0 where it is missing."""
+    value = config.get(key) or 0
+    if not isinstance(value, int) or value < 0:
+        raise TrtspecError(f"{key} is {value!r}", where="config.json", expected="a whole number, 0 or more")
     return value
 
 

@@ -77,6 +77,15 @@ class MedusaHeads:
                 result[f"medusa_heads.{head}.{inner}.{kind}"] = partial(self.read, name)
         return result
 
+    def remarks(self, num_heads: int) -> list[str]:
+        """What the files decide when the first heads are used: whether others are left, and whose output matrix."""
+        used = (
+            [f"the first {num_heads} of {self.num_heads} Medusa heads are used"] if num_heads < self.num_heads else []
+        )
+        if self.has_own_output:
+            return [*used, f"each Medusa head has its own output matrix, from {self.path}"]
+        return [*used, "the Medusa heads share the target's output matrix"]
+
     def num_weights(self, num_heads: int) -> int:
         """How many numbers the first heads hold."""
         return sum(math.prod(self.shapes[name]) for (head, _, _), name in self.names.items() if head < num_heads)
@@ -128,11 +137,14 @@ def open_medusa(directory: Path) -> MedusaHeads:
     shapes, read = _tensors(directory)
     names: dict[tuple[int, int, str], str] = {}
     outputs: dict[int, str] = {}
+    behind: dict[int, int] = {}  # head -> layers in front of its output matrix, where its name says how many
     for name in shapes:
         if match := _LINEAR.fullmatch(name):
             names[int(match["head"]), int(match["layer"]), match["kind"]] = name
         elif match := _OUTPUT.fullmatch(name):
             outputs[int(match["head"])] = name
+            if match["layer"]:
+                behind[int(match["head"])] = int(match["layer"])
     num_heads = 1 + max((head for head, _, _ in names), default=-1)
     num_layers = 1 + max((layer for _, layer, _ in names), default=-1)
     if not names:
@@ -155,6 +167,13 @@ def open_medusa(directory: Path) -> MedusaHeads:
             where=str(directory),
             expected="an output matrix in every head, or in none (they share the target's)",
         )
+    for head, layers in sorted(behind.items()):
+        if layers != num_layers:
+            raise TrtspecError(
+                f"Medusa head {head} has its output matrix in {outputs[head]}, behind {num_layers} layers",
+                where=str(directory),
+                expected=f"{head}.{num_layers}.weight",
+            )
     names |= {(head, num_layers, "weight"): name for head, name in outputs.items()}
     made_for = _check_config(directory, num_heads, num_layers)
     return MedusaHeads(directory, num_heads, num_layers, shapes, names, read, made_for)

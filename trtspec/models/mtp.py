@@ -13,6 +13,8 @@ from trtspec.models.config import ModelConfig
 from trtspec.models.source import ModelSource
 
 LAYER = "model.layers.{}."
+OWN = ("enorm", "hnorm", "eh_proj", "shared_head.norm")  # of a module, besides a decoder layer
+SHARED = ("embed_tokens", "shared_head.head")  # the target's, which some checkpoints store once more
 
 
 def module_prefixes(config: ModelConfig) -> tuple[str, ...]:
@@ -32,7 +34,7 @@ def check_mtp(source: ModelSource, num_modules: int) -> None:
     """Refuse a checkpoint without the `num_modules` multi-token prediction modules that method mtp is to use.
 
     Raises:
-        TrtspecError: its config names none or fewer, or the weights of one are not in the files.
+        TrtspecError: its config names none or fewer, or weights of one are not in the files, or another model's.
     """
     prefixes = module_prefixes(source.config)
     if not prefixes:
@@ -48,7 +50,7 @@ def check_mtp(source: ModelSource, num_modules: int) -> None:
             where=str(source.path),
             fix=f"set speculation.mtp.num_modules to at most {len(prefixes)}",
         )
-    names = source.tensor_names()
+    names = set(source.tensor_names())
     for number, prefix in enumerate(prefixes[:num_modules], start=1):
         if not any(name.startswith(prefix) for name in names):
             raise TrtspecError(
@@ -57,3 +59,31 @@ def check_mtp(source: ModelSource, num_modules: int) -> None:
                 expected="a checkpoint that was saved with its num_nextn_predict_layers",
                 fix="download the original again; conversions often leave this module out",
             )
+    _check_parts(source, names, prefixes[:num_modules])
+
+
+def _check_parts(source: ModelSource, names: set[str], prefixes: tuple[str, ...]) -> None:
+    """What each module has besides its decoder layer is there, and as large as this model's."""
+    parts = [f"{prefix}{name}.weight" for prefix in prefixes for name in (*OWN, "self_attn.o_proj")]
+    if missing := [name for name in parts if name not in names]:
+        raise TrtspecError(
+            f"weight {missing[0]} of a multi-token prediction module is missing ({len(missing)} in all)",
+            where=source.name,
+            expected=f"in each module: {', '.join(OWN)} and a decoder layer",
+            fix="download the original again; conversions often leave these out",
+        )
+    if source.is_quantized:  # packed weights have other shapes
+        return
+    hidden, vocab = source.config.hidden_size, source.config.vocab_size
+    right = {name: (vocab, hidden) for name in SHARED} | {name: (hidden,) for name in OWN}
+    right["eh_proj"] = (hidden, 2 * hidden)
+    for prefix in prefixes:
+        for part, size in right.items():
+            name = f"{prefix}{part}.weight"
+            if name in names and source.shape(name) != size:
+                raise TrtspecError(
+                    f"{name} has shape {list(source.shape(name))}",
+                    where=source.name,
+                    expected=f"{list(size)}, for a model of hidden size {hidden} and {vocab} ids",
+                    fix="use a checkpoint whose modules were saved with it",
+                )

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from trtspec.decoding.engine_call import EngineRequest, EngineResult
 from trtspec.decoding.sampler import TokenSampler
 from trtspec.errors import TrtspecError
-from trtspec.models.mtp import check_mtp, module_prefixes
+from trtspec.models.mtp import OWN, SHARED, check_mtp, module_prefixes
 from trtspec.models.source import ModelSource
 from trtspec.runtime.engine import EngineConfig
 from trtspec.runtime.kernels import linear
@@ -37,8 +37,6 @@ from trtspec.runtime.kv_cache import Sequence
 from trtspec.runtime.llama import KVCache, Llama, stream_layer
 
 _MAX_PASS = 512  # tokens in one forward pass of a module, as in one of the target
-_OWN = ("enorm", "hnorm", "eh_proj", "shared_head.norm")  # of a module, besides a decoder layer
-_SHARED = ("embed_tokens", "shared_head.head")  # the target's, which some checkpoints store once more
 
 T = TypeVar("T")
 
@@ -53,18 +51,6 @@ def module_weights(source: ModelSource, num_modules: int) -> dict[str, Callable[
     """
     check_mtp(source, num_modules)
     config, names = source.config, set(source.tensor_names())
-    if missing := [
-        f"{prefix}{name}.weight"
-        for prefix in module_prefixes(config)[:num_modules]
-        for name in (*_OWN, "self_attn.o_proj")
-        if f"{prefix}{name}.weight" not in names
-    ]:
-        raise TrtspecError(
-            f"weight {missing[0]} of a multi-token prediction module is missing ({len(missing)} in all)",
-            where=source.name,
-            expected=f"in each module: {', '.join(_OWN)} and a decoder layer",
-            fix="download the original again; conversions often leave these out",
-        )
 
     @lru_cache(maxsize=1)
     def read_layer(layer: int) -> dict[str, torch.Tensor]:
@@ -75,7 +61,7 @@ def module_weights(source: ModelSource, num_modules: int) -> dict[str, Callable[
 
     result: dict[str, Callable[[], torch.Tensor]] = {}
     for number, prefix in enumerate(module_prefixes(config)[:num_modules]):
-        for name in (*_OWN, *_SHARED):
+        for name in (*OWN, *SHARED):
             if f"{prefix}{name}.weight" in names:
                 result[f"mtp.{number}.{name}.weight"] = partial(source.tensor, f"{prefix}{name}.weight")
         layer = config.num_hidden_layers + number
@@ -116,7 +102,7 @@ class Modules:
         if section.get("method") != "mtp":
             return None
         num_modules = section["num_modules"]
-        needed = {f"mtp.{number}.{name}.weight" for number in range(num_modules) for name in _OWN}
+        needed = {f"mtp.{number}.{name}.weight" for number in range(num_modules) for name in OWN}
         for number in range(num_modules):
             layer = config.model.num_hidden_layers + number
             needed |= dict(stream_layer(config.model, lambda name: torch.empty(1), layer)).keys()

@@ -105,6 +105,8 @@ def load_spec(path: Path | str, overrides: Sequence[str] = ()) -> Spec:
     except ValidationError as error:
         # A default that could not be derived is only the echo of another error.
         details = [d for d in error.errors(include_url=False) if d["type"] != "default_factory_not_called"]
+        places = [tuple(d["loc"]) for d in details]
+        details = [d for d in details if not (d["type"] == "too_short" and _holds_one(tuple(d["loc"]), places))]
         details.sort(key=lambda d: marks.line(tuple(d["loc"])))
         raise SpecError([_explain(d, marks) for d in details]) from None
     spec._source = Path(os.path.abspath(path))
@@ -112,6 +114,11 @@ def load_spec(path: Path | str, overrides: Sequence[str] = ()) -> Spec:
     if broken := broken_rules(spec):
         raise SpecError([TrtspecError(rule.problem, where=spec.where(rule.key), fix=rule.fix) for rule in broken])
     return spec
+
+
+def _holds_one(key: Key, places: list[Key]) -> bool:
+    """Whether one of `places` is inside the list at `key`; wrong items do not count, so that it seems too short too."""
+    return any(len(place) > len(key) and place[: len(key)] == key for place in places)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
@@ -192,6 +199,7 @@ _EXPECTED = {
     "less_than_equal": "at most {le}",
     "less_than": "less than {lt}",
     "too_short": "at least {min_length} items",
+    "too_long": "at most {max_length} items",
     "string_too_short": "some text",
     "int_type": "a whole number",
     "int_from_float": "a whole number",

@@ -15,12 +15,20 @@ from trtspec.spec.schema import Choices, ModelRef, Spec, serving_key
 
 MAX_FREE_DRAFT_TOKENS = 64
 MAX_TREE_NODES = 256
+MAX_CHOICES = 63  # nodes of a tree that heads inside the engine fill
 DEFAULT_TREE_LEVELS = 4  # of the tree of 63 nodes
 NEEDS_DRAFT = ("draft_target", "tree", "cascade")
 # Methods whose loop runs outside the engine: target and drafts are called once or more a cycle.
 BLS_METHODS = ("draft_target", "early_exit", "ngram", "tree", "cascade")
 _SECTIONS = ("medusa", "eagle", "redrafter", "early_exit", "ngram", "tree", "cascade", "mtp", "lookahead")
-_REQUIRED_SECTIONS = ("medusa", "eagle", "redrafter", "early_exit", "cascade")
+# What a method cannot do without, in its section.
+_REQUIRED = {
+    "medusa": "heads",
+    "eagle": "heads",
+    "redrafter": "drafter",
+    "early_exit": "layer",
+    "cascade": "middle.model",
+}
 # The engine verifies exactly what its decoder proposes; a longer draft is as wrong as a shorter one.
 _EXACT_DRAFT_LEN = ("lookahead", "redrafter")
 
@@ -46,23 +54,13 @@ def remarks(spec: Spec) -> list[str]:
 
 
 def _sections(spec: Spec) -> Iterator[Broken]:
-    """The method has the sections it needs and no section of another method."""
+    """The method has the draft and the settings that it needs; those of other methods may stand beside them."""
     speculation, method = spec.speculation, spec.speculation.method
     if method in NEEDS_DRAFT and speculation.draft is None:
         yield Broken(("speculation",), f"method {method} needs a draft model", "add speculation.draft.model")
-    if method not in (*NEEDS_DRAFT, "none") and speculation.draft is not None:
-        yield Broken(
-            ("speculation", "draft"),
-            f"method {method} uses no draft model",
-            "remove this section, or set speculation.method: draft_target",
-        )
-    for section in _SECTIONS:
-        given = getattr(speculation, section) is not None
-        if given and method not in (section, "none"):
-            fix = f"remove this section, or set speculation.method: {section}"
-            yield Broken(("speculation", section), f"these settings are for method {section}, not {method}", fix)
-        if not given and method == section and section in _REQUIRED_SECTIONS:
-            yield Broken(("speculation",), f"method {method} needs its settings", f"add speculation.{section}")
+    if method in _REQUIRED and getattr(speculation, method) is None:
+        problem, fix = f"method {method} needs its settings", f"add speculation.{method}.{_REQUIRED[method]}"
+        yield Broken(("speculation",), problem, fix)
 
 
 def _layers(spec: Spec) -> Iterator[Broken]:
@@ -146,8 +144,8 @@ def _choices(section: str, choices: Choices, depth: int, depth_key: str) -> Iter
     for path, times in Counter(choices).items():
         if times > 1:
             yield Broken(key, f"path {list(path)} is listed {times} times", "list every path once")
-    if len(choices) > 63:
-        yield Broken(key, f"the tree has {len(choices)} nodes, more than 63", "remove some")
+    if len(choices) > MAX_CHOICES:
+        yield Broken(key, f"the tree has {len(choices)} nodes, more than {MAX_CHOICES}", "remove some")
 
 
 def _acceptance(spec: Spec) -> Iterator[Broken]:
@@ -265,10 +263,10 @@ def role_key(role: str) -> Key:
 
 def _remarks(spec: Spec) -> Iterator[tuple[Key, str]]:
     speculation, method = spec.speculation, spec.speculation.method
-    if method == "none":
-        for section in ("draft", *_SECTIONS):
-            if getattr(speculation, section) is not None:
-                yield ("speculation", section), "unused, because method is none"
+    for section in ("draft", *_SECTIONS):
+        used = method in NEEDS_DRAFT if section == "draft" else method == section
+        if not used and getattr(speculation, section) is not None:
+            yield ("speculation", section), f"unused, because method is {method}"
     if method in ("medusa", "eagle") and spec.max_draft_len > speculation.num_draft_tokens:
         unused = spec.max_draft_len - speculation.num_draft_tokens
         yield ("engine", "max_draft_len"), f"{unused} of {spec.max_draft_len} draft slots are never used"

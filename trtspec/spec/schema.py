@@ -262,7 +262,8 @@ class Speculation(Section):
     the prompt; tree: a token tree from a draft; cascade: two drafts in a row; medusa, eagle, mtp, redrafter: heads
     inside the target's engine; lookahead: the target's own n-grams."""
     draft: ModelRef | None = None
-    """The draft model of draft_target, tree and cascade. Kept but unused with method none."""
+    """The draft model of draft_target, tree and cascade. It, and settings of other methods than the one above, are kept
+    but unused, so that changing `method` alone switches."""
     acceptance: Literal["auto", "logits", "tokens"] = "auto"
     """How the target accepts: logits (rejection sampling on the draft's distribution), tokens (equality with its own
     sample), auto (logits when sampling, tokens when greedy). All are lossless."""
@@ -506,7 +507,7 @@ class Parity(Section):
     """Tokens drawn in the sampled check, all settings together; more see smaller deviations."""
     detect: Annotated[float, Field(gt=0, le=1)] | None = None
     """Total variation that the sampled check is to find with probability 95 %, instead of num_samples."""
-    num_draws: Annotated[int, Field(ge=0)] = 80
+    num_draws: Annotated[int, Field(ge=0)] = 200
     """Answers of two tokens drawn for one prompt in the check of plain counts; 0 leaves it out."""
     tolerance: Annotated[float, Field(ge=0)] | None = None
     """Largest difference of reference logits that still counts as a tie; unset is chosen by dtype."""

@@ -27,11 +27,11 @@ def _actions(job: EngineJob) -> list[str]:
     actions = [
         f"write {job.model.model} as {job.model.dtype} weights for the torch runtime ({limits}) to {job.engine_dir}"
     ]
-    medusa = job.speculation.medusa
-    if _drafting(job) and medusa:
+    drafting, medusa = _drafting(job), job.speculation.medusa
+    if drafting and drafting["method"] == "medusa" and medusa:
         nodes = job.speculation.num_draft_tokens
         actions.append(f"add {medusa.num_heads} Medusa heads from {medusa.heads}, with a tree of {nodes} nodes")
-    elif drafting := _drafting(job):
+    elif drafting:
         actions.append(f"add {drafting['num_modules']} multi-token prediction modules of the same checkpoint")
     return actions
 
@@ -55,8 +55,8 @@ def _drafting(job: EngineJob) -> dict[str, Any] | None:
     return None
 
 
-def _extra(job: EngineJob, source: ModelSource) -> dict[str, Callable[[], torch.Tensor]]:
-    """Tensors that it drafts with, by name, each with what reads it.
+def _extra(job: EngineJob, source: ModelSource, note: Callable[[str], None]) -> dict[str, Callable[[], torch.Tensor]]:
+    """Tensors that it drafts with, by name, each with what reads it; says with `note` what the files of heads decide.
 
     Raises:
         TrtspecError: they are missing, or belong to another target; seen from their headers.
@@ -66,6 +66,8 @@ def _extra(job: EngineJob, source: ModelSource) -> dict[str, Callable[[], torch.
 
         heads = open_medusa(job.heads)
         heads.check(source.config, job.speculation.medusa)
+        for remark in heads.remarks(job.speculation.medusa.num_heads):
+            note(remark)
         return heads.tensors(job.speculation.medusa.num_heads)
     if job.role == "target" and job.speculation.method == "mtp":
         from trtspec.runtime.mtp import module_weights
@@ -92,7 +94,7 @@ def _run(job: EngineJob, source: ModelSource, task: Task, stamp: dict[str, Any])
         role=job.role,
         build_config=job.build_config,
         stamp=stamp | {"speculation": drafting} if drafting else stamp,
-        extra=_extra(job, source),
+        extra=_extra(job, source, task.note),
         progress=task.advance,
     )
     return config.to_json()

@@ -69,12 +69,10 @@ def open_heads(job: ConversionJob, source: ModelSource, note: Callable[[str], No
         raise TrtspecError("method medusa without heads", where="speculation.medusa.heads")
     heads = open_medusa(job.heads_dir)
     heads.check(source.config, settings)
-    if settings.num_heads < heads.num_heads:
-        note(f"the first {settings.num_heads} of {heads.num_heads} Medusa heads are used")
-    if heads.has_own_output:
-        note(f"each Medusa head has its own output matrix, from {heads.path}")
-    else:
-        note("the Medusa heads share the target's output matrix, which is stored once more for each of them")
+    for remark in heads.remarks(settings.num_heads):
+        note(remark)
+    if not heads.has_own_output:
+        note("the checkpoint stores that matrix once more for each Medusa head")
     shared = None if heads.has_own_output else full_head(source)
     return CheckpointHeads(
         heads, settings.num_heads, shared, getattr(torch, job.model.dtype), job.model.tensor_parallel
