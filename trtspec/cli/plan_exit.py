@@ -40,30 +40,14 @@ def exit_(
 
     Nothing needs to be built. The speed-up is modelled: time goes with the weights that are read.
     """
-    import torch
-
+    from trtspec.cli.plan import target_answers
     from trtspec.models.source import open_model
-    from trtspec.parity.prompts import read_prompts, spread
-    from trtspec.plan.exit import exit_matches, greedy_answers, judge
-    from trtspec.runtime.llama import Llama, check_family, load_weights
-    from trtspec.train.generate import prompt_ids
-    from trtspec.train.prompts import Prompt
+    from trtspec.plan.exit import exit_matches, judge
 
     spec = load(config, overrides)
     source = open_model(spec.target.model, gguf_file=spec.target.gguf_file, base_dir=spec.base_dir)
     exits = _exits(layers, source.config.num_hidden_layers)
-    check_family(source.config)
-    source.check()
-    prompts = spread(read_prompts(spec.prompts_path), num_prompts or spec.parity.num_prompts)
-    chats = source.chat_template is not None
-    ids = [
-        prompt_ids(Prompt("plan", ({"role": "user", "content": each.text},) if chats else (), each.text), source)
-        for each in prompts
-    ]
-    dtype = getattr(torch, spec.target.dtype)
-    model = Llama(source.config, {name: tensor.to(dtype) for name, tensor in load_weights(source).items()})
-    click.echo(f"answering {len(ids)} prompts", err=True)
-    texts = greedy_answers(model, ids, max_tokens, source.config.eos_token_ids)
+    model, texts = target_answers(spec, source, num_prompts, max_tokens)
     click.echo(f"leaving after {len(exits)} layers", err=True)
     matches = [exit_matches(model, prompt, answer, exits) for prompt, answer in texts]
     judged = [judge(source.config, layer, [text[layer] for text in matches], max_draft_tokens) for layer in exits]

@@ -1,13 +1,14 @@
-"""Which token tree to give Medusa heads: the best one for a number of nodes, and what any tree is worth.
+"""Which token tree to give Medusa heads or a draft model: the best one for a number of nodes, and what any is worth.
 
 A node is a path of ranks: (0, 2) is the third choice of the second head behind the first choice of the first. Knows
 how often each head's choice of each rank is right (`accuracies[head][rank]`, given that all before it were found), or
-the ranks along recorded texts. Does not know models, heads or specs.
+the ranks along recorded texts. Of a draft model a head is a level of its tree. Does not know models, heads or specs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,39 @@ def _level(
     return best
 
 
+def best_branching(accuracies: Accuracies, num_nodes: int) -> tuple[int, ...]:
+    """Of the trees where all nodes of a level have as many children, the one with the most expected tokens.
+
+    All of them are tried; of several that expect the same, the one of fewest nodes.
+
+    Args:
+        accuracies: see the module; as many levels and children as there are figures for are tried.
+        num_nodes: most nodes besides the root.
+
+    Returns:
+        Children of each node, level by level; () if no rank is ever right.
+    """
+    best: tuple[float, int, tuple[int, ...]] = (1.0, num_nodes, ())  # expected tokens, nodes left, branching
+
+    def grow(branching: tuple[int, ...], width: int, left: int, tokens: float, reached: float) -> None:
+        """Try all trees that begin with `branching`: its last level has `width` nodes, one right so often."""
+        nonlocal best
+        best = max(best, (tokens, left, branching))
+        vector = accuracies[len(branching)] if len(branching) < len(accuracies) else ()
+        for children in range(1, min(len(vector), left // width) + 1):
+            nodes, right = width * children, reached * sum(vector[:children])
+            grow((*branching, children), nodes, left - nodes, tokens + right, right)
+
+    grow((), 1, num_nodes, 1.0, 1.0)
+    return best[2]
+
+
+def branching_tree(branching: Sequence[int]) -> list[Node]:
+    """The tree with `branching[i]` children of each node of level i, breadth first."""
+    depths = range(1, len(branching) + 1)
+    return [node for depth in depths for node in product(*(range(children) for children in branching[:depth]))]
+
+
 def chain(depth: int) -> list[Node]:
     """One token a head: the first choice of each."""
     return [(0,) * length for length in range(1, depth + 1)]
@@ -83,7 +117,7 @@ def tokens_per_pass(tree: Sequence[Node], texts: Sequence[NDArray[np.int16]]) ->
 
     Args:
         tree: the token tree.
-        texts: `[A, heads]` each, see `trtspec.train.heads.text_ranks`.
+        texts: `[A, heads]` each, see `trtspec.train.heads.text_ranks` and `trtspec.plan.draft.draft_ranks`.
     """
     nodes = set(tree)
     tokens = passes = 0

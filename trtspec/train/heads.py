@@ -180,9 +180,11 @@ def text_ranks(heads: MedusaHeads, states: torch.Tensor, tokens: torch.Tensor) -
         wanted = tokens[1 + head :]
         if not len(wanted):
             continue
-        logits = heads.logits(head, states[: len(wanted)].float())
-        top = logits.topk(min(NUM_RANKS, logits.shape[-1]), dim=-1).indices  # [n, ranks]
-        found = top == wanted[:, None]
-        rank = found.int().argmax(dim=-1).short()
-        ranks[: len(wanted), head] = torch.where(found.any(dim=-1), rank, torch.tensor(-1, dtype=torch.int16))
+        ranks[: len(wanted), head] = ranks_in(heads.logits(head, states[: len(wanted)].float()), wanted)
     return ranks
+
+
+def ranks_in(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """int16 `[n]`: where each of `tokens` `[n]` ranks in its row of `logits` `[n, vocab]`; -1 behind `NUM_RANKS`."""
+    found = logits.topk(min(NUM_RANKS, logits.shape[-1]), dim=-1).indices == tokens[:, None]  # [n, ranks]
+    return torch.where(found.any(dim=-1), found.int().argmax(dim=-1), -1).to(torch.int16)
