@@ -10,7 +10,7 @@ A cycle is one pass of the target with what was drafted for it, passes without d
 
     E      tokens a pass: 1 + the sum over places of how often a draft is accepted up to there (survival)
     gamma  draft tokens a pass, of a tree its levels
-    c      time of a draft step in plain target steps: all that goes into proposing, of a cascade both lower models
+    c      time of a draft step in plain target steps: all that goes into proposing, of a cascade all lower models
     v      time of the target's pass in plain target steps
 
 the speed-up over plain decoding is E / (gamma c + v): theorem 3.8 of Leviathan et al. 2023 (arXiv 2211.17192) with the
@@ -225,6 +225,9 @@ def built(config: Path, settings: Sequence[str], dtype: str | None, directory: P
         if spec.speculation.method == "tree" and spec.speculation.tree:
             further = [draft.model_dump(mode="json") | {"dtype": dtype} for draft in spec.speculation.tree.drafts]
             overrides.append(f"speculation.tree.drafts={json.dumps(further)}")
+        if spec.speculation.method == "cascade" and spec.speculation.cascade:
+            further = [middle.model_dump(mode="json") | {"dtype": dtype} for middle in spec.speculation.cascade.middles]
+            overrides.append(f"speculation.cascade.middles={json.dumps(further)}")
     spec = load_spec(config, overrides)
     report = build_graph(spec).run(Lines(lambda line: click.echo(f"  {line}", err=True)))
     if report.error:

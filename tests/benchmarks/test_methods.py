@@ -139,6 +139,17 @@ def test_the_type_is_that_of_every_model(benchmark: ModuleType, configs: dict[st
     assert built.models["draft_2"].num_layers == 1
 
 
+def test_the_type_is_that_of_every_middle_model(benchmark: ModuleType, configs: dict[str, Path]) -> None:
+    root = configs["cascade"].parent
+    content = yaml.safe_load(configs["cascade"].read_text())
+    content["name"] = "middles"
+    content["speculation"]["cascade"]["middles"] = [{"model": "./middle", "dtype": "float32", "num_layers": 1}]
+    (root / "middles.yaml").write_text(yaml.safe_dump(content))
+    built = benchmark.built(root / "middles.yaml", (), "bfloat16", root / "work")
+    roles = ("target", "middle", "middle_2", "draft")
+    assert {role: model.dtype for role, model in built.models.items()} == dict.fromkeys(roles, "bfloat16")
+
+
 def test_another_target_is_refused(
     benchmark: ModuleType, configs: dict[str, Path], save_model: Callable[..., Path]
 ) -> None:

@@ -340,6 +340,35 @@ def test_the_trees_of_several_drafts(project: Project) -> None:
     assert "speculation.tree.drafts[1]: the draft_3 does not fit the target" in message and "first in id 5" in message
 
 
+def test_a_cascade_of_four_models(project: Project) -> None:
+    """An engine for each, named in the manifest and in the repository; one that does not pair is refused by its key."""
+    middle, lower = (project.content[name] for name in ("target", "speculation"))
+    cascade = {"num_draft_tokens": 2, "middle": lower["draft"], "middles": [middle | {"num_layers": 1}]}
+    project.content["speculation"] |= {"method": "cascade", "cascade": cascade}
+    project.content["serving"] = {"kv_cache_bytes": {"middle": "8MiB"}}
+    project.write()
+    report = project.build()
+    roles = ("target", "middle", "middle_2", "draft")
+    assert [f"engine:{role}" for role in roles] == ran(report)[3:7]
+    built = {role: json.loads((project.engines / role / "config.json").read_text()) for role in roles}
+    assert [built[role]["build_config"]["max_draft_len"] for role in roles[1:]] == [2, 2, 0]
+    assert built["middle_2"]["pretrained_config"]["num_hidden_layers"] == 1
+    values = parameters(project.model_repo / "tensorrt_llm_bls")
+    assert (values["method"], values["cascade_num_draft_tokens"]) == ("cascade", "2")
+    for role in roles[1:]:
+        assert values[f"tensorrt_llm_{role}_model_name"] == f"tensorrt_llm_{role}"
+        engine = parameters(project.model_repo / f"tensorrt_llm_{role}")
+        assert engine["gpt_model_path"] == f"/engines/{role}"
+        assert (engine["trtspec_kv_cache_bytes"] == str(8 << 20)) == (role != "draft")
+    assert list(json.loads((project.engines / "manifest.json").read_text())["models"]) == list(roles)
+
+    swap_two_tokens(Path(shutil.copytree(project.draft, project.root / "models" / "other")))
+    cascade["middles"] = [*cascade["middles"], {"model": "./models/other", "dtype": "float32"}]
+    project.write()
+    message = project.refuse()
+    assert "speculation.cascade.middles[1]: the middle_3 does not fit the target" in message
+
+
 def test_one_word_switches_the_method(project: Project) -> None:
     """What each method needs stands side by side in one file, and only `method` changes."""
     speculation = project.content["speculation"]

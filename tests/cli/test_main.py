@@ -38,22 +38,24 @@ Options:
   -h, --help  Show this message and exit.
 
 Commands:
-  config    Write, validate and show spec files.
-  check     Check that target and draft pair and that this release can build
-            the spec.
-  build     Build engines and the Triton model repository.
-  serve     Start the Triton server on a built repository.
-  stop      Stop a server started with serve --detach.
-  generate  Stream text from a running server.
-  parity    Check checkpoints, engines and server against the reference
-            sampler.
-  inspect   Say what an engine or a checkpoint is, and whether it fits this
-            host and its partner.
-  doctor    Check driver, GPUs, container, versions, disk and ports of this
-            host.
-  plan      Choose an exit layer or a token tree by what is measured.
-  migrate   Turn a spec for compiled engines into one for the LLM API.
-  train     Train draft models and Medusa heads.
+  config         Write, validate and show spec files.
+  check          Check that target and draft pair and that this release can
+                 build the spec.
+  build          Build engines and the Triton model repository.
+  serve          Start the Triton server on a built repository.
+  stop           Stop a server started with serve --detach.
+  generate       Stream text from a running server.
+  parity         Check checkpoints, engines and server against the reference
+                 sampler.
+  parity diff    Show where the answers in two traces part.
+  parity replay  Judge a trace again, without models.
+  inspect        Say what an engine or a checkpoint is, and whether it fits
+                 this host and its partner.
+  doctor         Check driver, GPUs, container, versions, disk and ports of
+                 this host.
+  plan           Choose an exit layer or a token tree by what is measured.
+  migrate        Turn a spec for compiled engines into one for the LLM API.
+  train          Train draft models and Medusa heads.
 """
 
 
@@ -98,7 +100,7 @@ def test_every_command_exists_and_explains_itself(name: str) -> None:
     assert result.exit_code == 0
     assert result.stdout.startswith(f"Usage: main {name} ")
     command = main.get_command(click.Context(main), name)
-    assert command is not None and command.name == name and command.help
+    assert command is not None and command.name == name.split()[-1] and command.help
 
 
 def test_version() -> None:

@@ -74,8 +74,10 @@ def medusa(heads: str, **settings: Any) -> dict[str, Any]:
     return {"method": "medusa", "medusa": {"heads": heads, "num_heads": 2, "choices": [[0], [0, 0]], **settings}}
 
 
-def cascade(middle: str, draft: str) -> dict[str, Any]:
-    return {"method": "cascade", "draft": ref(draft), "cascade": {"middle": ref(middle)}}
+def cascade(middle: str, *lower: str) -> dict[str, Any]:
+    """The last of `lower` is the draft."""
+    *middles, draft = map(ref, lower)
+    return {"method": "cascade", "draft": draft, "cascade": {"middle": ref(middle), "middles": middles}}
 
 
 def tree(**settings: Any) -> dict[str, Any]:
@@ -131,6 +133,21 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         cascade("long-middle", "long-draft"),
         {},
         ("'<long-middle 0>' in the middle, '<long-draft 0>' in the draft",),
+    ),
+    "a second middle model of another tokenizer": (
+        cascade("draft", "foreign", "draft"),
+        {},
+        ("the tokenizers differ in 2 of ", "first in id 5"),
+    ),
+    "a second middle model that does not agree with the first": (
+        cascade("long-middle", "long-draft", "draft"),
+        {},
+        ("'<long-middle 0>' in the middle, '<long-draft 0>' in the draft",),
+    ),
+    "a draft that does not agree with the third middle model": (
+        cascade("draft", "draft", "long-middle", "long-draft"),
+        {},
+        ("'<long-middle 0>' in the middle_3, '<long-draft 0>' in the draft",),
     ),
     "a further draft of another tokenizer": (
         tree(branching=[1], drafts=[ref("foreign")]),

@@ -11,7 +11,7 @@ from decoding_doubles import TableEngine, script_model, table_model
 from trtspec.decoding.cascade import Cascade
 from trtspec.decoding.cycle import Request, generate
 from trtspec.decoding.draft_target import DraftModel, Target
-from trtspec.decoding.engine_call import Cancelled, EngineError
+from trtspec.decoding.engine_call import Cancelled, EngineError, EngineResult
 from trtspec.decoding.methods import METHODS, DraftEngine, make_drafter
 from trtspec.decoding.ngram import NgramDrafter
 from trtspec.decoding.sampling import SamplingParams
@@ -388,6 +388,29 @@ def test_logits_are_sent_where_what_proposes_has_some(method, silent, acceptance
         verified = [call for call in three[role].requests if call.draft_tokens is not None]
         assert all((call.draft_logits is not None) == (role in logits_at) for call in verified)
         assert verified or (role, method) in {("middle", "draft_target"), ("middle", "ngram")}
+
+
+def test_each_level_of_four_models_is_judged_by_what_its_own_engines_return():
+    """What the caller wants of the target is no reason to fail below; an error names the engine that it comes from."""
+    request = Request([3, 4, 3, 4], 20, sampling=FULL, num_draft_tokens=4)
+
+    def run(**options):
+        three = engines()
+        four = three | {"middle_2": TableEngine(table_model(VOCAB, 2))}
+        drafter = make_drafter("cascade", drafting(four, **options), "logits", num_draft_tokens=3)
+        *_, last = generate(request, drafter, Target(three["target"]))
+        verified = {
+            role: {call.draft_logits is not None for call in engine.requests if call.draft_tokens is not None}
+            for role, engine in four.items()
+        }
+        return last.generation.draft_error, verified
+
+    assert run() == (None, {"target": {True}, "middle": {True}, "middle_2": {True}, "draft": set()})
+    assert run(middle_2=False) == (None, {"target": {True}, "middle": {False}, "middle_2": {False}, "draft": set()})
+
+    four = drafting(engines() | {"middle_2": lambda call: EngineResult(np.arange(9, dtype=np.int32))})
+    *_, last = generate(request, make_drafter("cascade", four), Target(engines()["target"]))
+    assert "the middle_2 engine returned ids of shape [9]" in str(last.generation.draft_error)
 
 
 def test_the_context_of_each_engine_limits_its_own_level():

@@ -23,6 +23,7 @@ from trtspec.decoding.cycle import Request, generate
 from trtspec.decoding.draft_target import DraftModel, Target
 from trtspec.decoding.engine_call import EngineRequest, one_by_one
 from trtspec.decoding.generation import Generation
+from trtspec.decoding.methods import DraftEngine, make_drafter
 from trtspec.decoding.ngram import NgramDrafter
 from trtspec.decoding.sampler import TokenSampler
 from trtspec.decoding.sampling import SamplingParams
@@ -212,6 +213,29 @@ def test_outputs_of_a_cascade_follow_the_target_when_the_middle_model_needs_seve
     models = [table_model(2, seed, scale=1.2) for seed in (1, 2, 3)]
     law = cascade_law(request, models, num_draft_tokens=2)
     assert distance(law, target_law(request, models[2])) < 1e-6
+
+
+@pytest.mark.parametrize("acceptance", ["logits", "tokens"])
+def test_outputs_of_a_cascade_of_four_models_follow_the_target(acceptance):
+    """Two middle models, as the table of methods puts them together: a fourth level of chance, over two ids."""
+    request = Request([1, 0], 4, sampling=RULES["frequency"], num_draft_tokens=3)
+    *models, target = (table_model(2, seed, scale=1.2) for seed in (1, 4, 2, 3))
+    asked = set()
+
+    def run(choices):
+        engines = {
+            role: DraftEngine(TableEngine(model, uniforms=choices))
+            for role, model in zip(("draft", "middle_2", "middle"), models, strict=True)
+        }
+        drafter = make_drafter("cascade", engines, acceptance, num_draft_tokens=2)
+        made = drafted_output(request, drafter, TableEngine(target, uniforms=choices))
+        asked.update(role for role, engine in engines.items() if engine.call.requests)
+        return made
+
+    law = exact_law(run)
+    assert asked == {"draft", "middle_2", "middle"}
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-9)
+    assert distance(law, target_law(request, target)) < 1e-6
 
 
 @pytest.mark.parametrize("hides_end_id", [False, True], ids=["shows end id", "hides end id"])
@@ -845,6 +869,28 @@ def test_sampled_outputs_of_a_cascade_follow_the_target(monkeypatch):
     def run(request):
         drafter = Cascade(DraftModel(TableEngine(draft)), TableEngine(middle), 1)
         return drafted_output(request, drafter, TableEngine(target))
+
+    assert chi_square(request, target, run) > 1e-4
+    monkeypatch.setattr(cascade_module, "derive_seed", lambda seed, position, stream: seed)
+    assert chi_square(request, target, run) < 1e-12
+
+
+def test_sampled_outputs_of_a_cascade_of_four_models_follow_the_target(monkeypatch):
+    """H0: four-token outputs over 2 ids follow the target's law (16 cells); real seeds, one a request.
+
+    800 outputs, fixed seeds, false-alarm rate 1e-4. Power: as above, when all levels draw with the numbers of the
+    target.
+    """
+    draft, lower, middle, target = (fixed_model([p, 1 - p]) for p in (0.9, 0.95, 0.5, 0.05))
+    request = Request([0], 4, sampling=FULL, num_draft_tokens=3)
+
+    def run(request):
+        models = {"draft": draft, "middle_2": lower, "middle": middle}
+        engines = {role: DraftEngine(TableEngine(model)) for role, model in models.items()}
+        drafter = make_drafter("cascade", engines, num_draft_tokens=2)
+        made = drafted_output(request, drafter, TableEngine(target))
+        assert all(engine.call.requests for engine in engines.values())
+        return made
 
     assert chi_square(request, target, run) > 1e-4
     monkeypatch.setattr(cascade_module, "derive_seed", lambda seed, position, stream: seed)

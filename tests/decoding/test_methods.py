@@ -10,19 +10,20 @@ from decoding_doubles import TableEngine, table_model
 from trtspec.decoding.cycle import Request, generate
 from trtspec.decoding.draft_target import Target
 from trtspec.decoding.engine_call import one_by_one
-from trtspec.decoding.methods import DRAFTS, METHODS, DraftEngine, make_chain_verifier, make_drafter
+from trtspec.decoding.methods import DRAFTS, METHODS, MIDDLES, DraftEngine, make_chain_verifier, make_drafter
 from trtspec.decoding.sampling import SamplingParams
 
 TARGET = table_model(6, 40)
 SETTINGS = {"tree": {"branching": (2, 1)}, "cascade": {"num_draft_tokens": 2}}
 SAMPLINGS = [SamplingParams(), SamplingParams(temperature=0.9, top_k=4, top_p=0.9, seed=7)]
-METHODS_OF_ENGINES = [method for method, row in METHODS.items() if row.engines]
+ROLES = (*MIDDLES[:2], *DRAFTS[:2])
+METHODS_AND_ROLES = [(method, role) for method, row in METHODS.items() if row.engines for role in row.roles(ROLES)]
 
 
 def engines(fails=lambda role, number: None, contexts=None) -> dict[str, DraftEngine]:
     """A draft engine for every role; each agrees with the target now and then."""
     made = {}
-    for place, role in enumerate(("middle", *DRAFTS[:2])):
+    for place, role in enumerate(ROLES):
         own = table_model(6, place, scale=1.0)
         model = lambda context, own=own: own(context) + TARGET(context)  # noqa: E731
         call = TableEngine(model, fails=lambda number, role=role: fails(role, number))
@@ -63,9 +64,7 @@ def test_text_of_every_method_is_the_text_without(method, sampling, over_chains)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("first", [1, 2, 5])
 @pytest.mark.parametrize("for_good", [True, False], ids=["for good", "once"])
-@pytest.mark.parametrize(
-    ("method", "role"), [(method, role) for method in METHODS_OF_ENGINES for role in METHODS[method].roles(DRAFTS[:2])]
-)
+@pytest.mark.parametrize(("method", "role"), METHODS_AND_ROLES)
 def test_an_engine_that_is_down_changes_no_token(method, role, for_good, first, sampling) -> None:
     def fails(broken: str, number: int) -> Exception | None:
         down = broken == role and (number >= first if for_good else number == first)
@@ -79,9 +78,7 @@ def test_an_engine_that_is_down_changes_no_token(method, role, for_good, first, 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("context", range(3, 12, 2))
-@pytest.mark.parametrize(
-    ("method", "role"), [(method, role) for method in METHODS_OF_ENGINES for role in METHODS[method].roles(DRAFTS[:2])]
-)
+@pytest.mark.parametrize(("method", "role"), METHODS_AND_ROLES)
 def test_the_end_of_an_engines_context_changes_no_token(method, role, context, sampling) -> None:
     request, made = request_of(sampling), engines(contexts={role: context})
     generation = drafted(method, request, made, over_chains=True)

@@ -448,6 +448,10 @@ def test_who_proposes_to_whom() -> None:
     assert METHODS["tree"].draft_context(engines) == 20
     assert METHODS["cascade"].roles(engines) == ("middle", "draft")
     assert METHODS["cascade"].proposers(engines) == ("middle",) and METHODS["cascade"].draft_context(engines) is None
+    engines["middle_2"] = engines["middle"]
+    assert METHODS["cascade"].pairs(engines) == (("target", "middle"), ("middle", "middle_2"), ("middle_2", "draft"))
+    assert METHODS["cascade"].proposers(engines) == ("middle",)
+    assert METHODS["tree"].pairs(engines) == (("target", "draft"), ("target", "draft_2"))
     assert METHODS["draft_target"].roles(engines) == ("draft",) and METHODS["ngram"].draft_context(engines) is None
 
 

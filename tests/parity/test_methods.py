@@ -22,6 +22,15 @@ METHODS: dict[str, dict[str, Any]] = {
         "draft": {"model": "./draft", "dtype": "float32"},
         "cascade": {"num_draft_tokens": 2, "middle": {"model": "./middle", "dtype": "float32"}},
     },
+    "cascade of four": {
+        "method": "cascade",
+        "draft": {"model": "./draft", "dtype": "float32"},
+        "cascade": {
+            "num_draft_tokens": 2,
+            "middle": {"model": "./middle", "dtype": "float32"},
+            "middles": [{"model": "./lower", "dtype": "float32"}],
+        },
+    },
     "tree": {
         "draft": {"model": "./middle", "dtype": "float32"},
         "tree": {"branching": [1, 1], "drafts": [{"model": "./draft", "dtype": "float32"}]},
@@ -36,6 +45,7 @@ def build(tmp_path_factory: pytest.TempPathFactory, save_model: Callable[..., Pa
     root = tmp_path_factory.mktemp("methods")
     save_model(root / "target")
     save_model(root / "middle", blend=(1, 0.05))
+    save_model(root / "lower", blend=(1, 0.1))
     save_model(root / "draft", blend=(1, 0.15))
     (root / "prompts.jsonl").write_text("".join(f"{json.dumps(prompt)}\n" for prompt in PROMPTS))
 
@@ -79,11 +89,14 @@ def test_what_was_built_passes(build: Callable[[str], Path], method: str) -> Non
     assert checks == dict.fromkeys(("greedy", "sampled", "logits", "invariances", "rules", "degenerate"), "pass")
 
 
-def test_a_cascade_that_accepts_everything_fails(build: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both levels keep whatever is proposed, so the output is the draft's; 400 tokens see a total variation of .16."""
+@pytest.mark.parametrize("cascade", ["cascade", "cascade of four"])
+def test_a_cascade_that_accepts_everything_fails(
+    build: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, cascade: str
+) -> None:
+    """All levels keep whatever is proposed, so the output is the draft's; 400 tokens see a total variation of .16."""
     monkeypatch.setattr("trtspec.decoding.verify.accept_or_resample", lambda draft, p, q, position, uniforms: draft)
     words = ("--subject", "engines", "--check", "sampled", "--set", "parity.num_samples=400")
-    result = invoke("parity", str(build("cascade")), *words)
+    result = invoke("parity", str(build(cascade)), *words)
     assert result.exit_code == EXIT_PARITY_FAILED, result.output
     assert "engines, sampled: fault:" in result.stdout
 

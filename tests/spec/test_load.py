@@ -247,6 +247,11 @@ WRONG_KEYS: dict[str, tuple[str, str]] = {
         "*b]}}\n",
         "t.yaml:3: speculation.tree.drafts: a list is not allowed; expected at most 3 items",
     ),
+    "too many middle models": (
+        "version: 1\ntarget: {model: a}\nspeculation: {method: cascade, draft: &b {model: b}, cascade: {middle: *b, "
+        "middles: [*b, *b, *b]}}\n",
+        "t.yaml:3: speculation.cascade.middles: a list is not allowed; expected at most 2 items",
+    ),
     "no good item in a list of lists": (
         "version: 1\ntarget: {model: a}\nspeculation: {method: medusa, medusa: {heads: h, choices: [[-1]]}}\n",
         "t.yaml:3: speculation.medusa.choices[0][0]: -1 is not allowed; expected at least 0",

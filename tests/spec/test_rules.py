@@ -127,6 +127,24 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         "engine.max_input_len: 1024 leaves no room for output in the draft_2's max_seq_len 64; lower it, or raise "
         "max_seq_len",
     ),
+    "a further middle model that reads less than a prompt": (
+        spec_of(
+            "cascade",
+            speculation=DRAFT
+            | {"cascade": {"middle": {"model": "mid"}, "middles": [{"model": "low", "max_seq_len": 64}]}},
+        ),
+        "engine.max_input_len: 1024 leaves no room for output in the middle_2's max_seq_len 64; lower it, or raise "
+        "max_seq_len",
+    ),
+    "a further middle model on a GPU that is not there": (
+        spec_of(
+            "cascade",
+            speculation=DRAFT | {"cascade": {"middle": {"model": "mid"}, "middles": [{"model": "low"}]}},
+            serving={"gpu_device_ids": {"middle": [4]}},
+            **H100,
+        ),
+        "serving.gpu_device_ids.middle: GPU 4 does not exist, hardware has 4; count from 0, or raise hardware.num_gpus",
+    ),
     "a tree that is accepted by logits": (
         spec_of("tree", speculation=DRAFT | {"acceptance": "logits"}),
         "speculation.acceptance: the server verifies a tree path by path and accepts by equality, not by logits; use "

@@ -21,6 +21,7 @@ SAMPLED = {"temperature": 1.0, "top_p": 0.95, "top_k": 50}
 SETTINGS = {
     "ngram": {"max_ngram": 2, "window": 100},
     "cascade": {"num_draft_tokens": 2},
+    "cascades": {"num_draft_tokens": 2},
     "tree": {"branching": (2, 1)},
     "trees": {"branching": (1, 1)},
 }
@@ -32,21 +33,25 @@ SECTIONS = {
     "tree: {branching: [1, 1], drafts: [{model: ./draft-model, dtype: float32}]}",
     "cascade": "draft: {model: ./target-model, dtype: float32}, "
     "cascade: {num_draft_tokens: 2, middle: {model: ./draft-model, dtype: float32}}",
+    "cascades": "draft: {model: ./target-model, dtype: float32}, cascade: {num_draft_tokens: 2, "
+    "middle: {model: ./draft-model, dtype: float32}, middles: [{model: ./target-model, dtype: float32}]}",
 }
 MODELS = {
     "cascade": "tensorrt_llm_bls",
+    "cascades": "bls_cascades",  # of two middle models
     "ngram": "bls_ngram",
     "early_exit": "bls_early_exit",
     "tree": "bls_tree",
     "trees": "bls_trees",  # of two drafts
 }
-DOWN = ("cascade", "early_exit", "tree", "trees")  # once more each, with a draft that is not there
+DOWN = ("cascade", "cascades", "early_exit", "tree", "trees")  # once more each, with a draft that is not there
 ROLES = {
     "ngram": ("target",),
     "early_exit": ("target", "draft"),
     "tree": ("target", "draft"),
     "trees": ("target", "draft", "draft_2"),
     "cascade": ("target", "middle", "draft"),
+    "cascades": ("target", "middle", "middle_2", "draft"),
 }
 END_IDS = (257, 258)
 
@@ -63,6 +68,7 @@ def built(pair: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Si
     for role, model, max_draft_len in (
         ("target", "target", 5),
         ("middle", "draft", 3),
+        ("middle_2", "target", 3),
         ("draft", "target", 0),
         ("draft_2", "draft", 0),
     ):
@@ -91,12 +97,13 @@ def built(pair: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Si
             add(repositories[method] / "tensorrt_llm_bls", repository / name)
     for method in DOWN:
         add(repositories[method] / "tensorrt_llm_bls", repository / f"down_{method}", draft="nobody")
-    add(repositories["trees"] / "tensorrt_llm_draft_2", repository / "tensorrt_llm_draft_2")
+    for method, name in (("trees", "tensorrt_llm_draft_2"), ("cascades", "tensorrt_llm_middle_2")):
+        add(repositories[method] / name, repository / name)
     return SimpleNamespace(engines=engines, engines_root=root / "engines", repository=repository, root=root)
 
 
 def method_of(pipeline: str) -> str:
-    return "tree" if pipeline == "trees" else pipeline
+    return {"trees": "tree", "cascades": "cascade"}.get(pipeline, pipeline)
 
 
 def add(model: Path, place: Path, draft: str | None = None) -> None:
@@ -166,11 +173,11 @@ def test_greedy_text_is_the_same_with_and_without_drafts(ask, method: str) -> No
 
 @pytest.mark.parametrize("method", DOWN)
 def test_a_draft_that_is_down_changes_no_token(ask, method: str) -> None:
-    """What drafts beside or above it goes on: the middle model of the cascade, the second draft of the trees."""
+    """What drafts beside or above it goes on: the middle models of a cascade, the second draft of the trees."""
     for settings in ({}, SAMPLED | {"seed": 5, "use_draft_logits": False}):
         down = ask(PROMPTS[0], f"down_{method}", **settings)
         assert down.ids == ask(PROMPTS[0], method, num_draft_tokens=0, **settings).ids
-        assert (down.last["total_draft_tokens"] > 0) == (method in ("cascade", "trees"))
+        assert (down.last["total_draft_tokens"] > 0) == (method in ("cascade", "cascades", "trees"))
 
 
 @pytest.mark.parametrize("settings", [{}, SAMPLED, SAMPLED | {"use_draft_logits": False}])
@@ -205,8 +212,9 @@ def test_the_server_says_what_the_same_drafter_says_in_process(
 
 
 def test_each_method_calls_its_engines_and_no_others(ask) -> None:
-    names = ("tensorrt_llm", "tensorrt_llm_middle", "tensorrt_llm_draft", "tensorrt_llm_draft_2")
-    of_role = {"target": "tensorrt_llm"} | {role: f"tensorrt_llm_{role}" for role in ("middle", "draft", "draft_2")}
+    drafting = ("middle", "middle_2", "draft", "draft_2")
+    of_role = {"target": "tensorrt_llm"} | {role: f"tensorrt_llm_{role}" for role in drafting}
+    names = tuple(of_role.values())
     for method in MODELS:
         used = tuple(of_role[role] for role in ROLES[method])
         before = {name: ask.calls(name) for name in names}

@@ -437,13 +437,17 @@ def test_the_default_tree_needs_four_heads_and_63_slots(
         written(spec, target=changes)
 
 
-def test_each_engine_of_a_cascade_verifies_what_the_one_below_proposes(spec_of, written, tmp_path: Path) -> None:
+@pytest.mark.parametrize("broken", ["middle", "middle_2"])
+def test_each_engine_of_a_cascade_verifies_what_the_one_below_proposes(
+    spec_of, written, tmp_path: Path, broken: str
+) -> None:
+    spec = spec_of("cascade", "speculation.cascade.middles=[{model: n, dtype: float16}]")
     with pytest.raises(TrtspecError) as refused:
-        written(spec_of("cascade"), middle={"build_config": {"max_draft_len": 1}})
+        written(spec, **{broken: {"build_config": {"max_draft_len": 1}}})
     lines = str(refused.value).split("\n")  # the two pipelines say the same
     assert len(lines) == 2
     for line in lines:
-        assert line.startswith(f"{tmp_path / 'engines' / 'middle' / 'config.json'}: max_draft_len is 1")
+        assert line.startswith(f"{tmp_path / 'engines' / broken / 'config.json'}: max_draft_len is 1")
         assert "num_draft_tokens 2" in line
 
 

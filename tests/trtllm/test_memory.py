@@ -193,6 +193,22 @@ def test_every_model_gets_gpus_and_ranks(tmp_path: Path) -> None:
     assert mpi_world_size(chosen) == 1
 
 
+def test_every_middle_model_of_a_cascade_has_its_part(tmp_path: Path) -> None:
+    cascade = "cascade: {middle: {model: m}, middles: [{model: n}, {model: o}]}"
+    text = SPEC.replace("draft_target, ", f"cascade, {cascade}, ")
+    chosen = ("serving.gpu_device_ids.middle=[3]", "serving.kv_cache_free_gpu_mem_fraction.middle=0.2")
+    spec = spec_of(tmp_path, "serving.spawn_processes=false", *chosen, text=text)
+    assert load_order(spec) == ["draft", "middle_3", "middle_2", "middle", "target"]
+    assert device_ids(spec) == {role: (3,) for role in spec.models if "middle" in role} | {
+        "target": (0, 1),
+        "draft": (0,),
+    }
+    assert participants(spec)["middle"] == (4,) and mpi_world_size(spec) == 7
+    shares = shares_of(spec, {"target": 120.0, "draft": 2.0, "middle": 20.0, "middle_2": 10.0, "middle_3": 5.0})
+    left = [(held(shares.rows, role)[0][1:]) for role in ("middle_3", "middle_2", "middle")]
+    assert left == [(15.0, 60.0), (10.0, 40.0), (4.0, 16.0)]  # of 80 GB: a fifth each of what is free by then
+
+
 def test_models_that_load_at_the_same_time_should_not_share(tmp_path: Path) -> None:
     sizes = {"target": 60.0, "draft": 2.0}
     (note,) = shares_of(spec_of(tmp_path, "serving.spawn_processes=false"), sizes).notes

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from trtspec.build.machine import memory_bytes
-from trtspec.decoding.methods import DRAFTS
+from trtspec.decoding.methods import DRAFTS, MIDDLES
 from trtspec.errors import TrtspecError
 from trtspec.models.config import ModelConfig
 from trtspec.runtime.engine import SPECULATIVE_MODES
@@ -151,7 +151,7 @@ def _max_draft_len(spec: Spec, role: str) -> int:
         return (spec.speculation.tree or Tree()).num_parents  # it takes the tree that has grown so far in one pass
     if spec.speculation.method == "none" or role in DRAFTS:
         return 0
-    if role == "middle" and spec.speculation.cascade:
+    if role in MIDDLES and spec.speculation.cascade:
         return spec.speculation.cascade.num_draft_tokens
     return spec.max_draft_len
 

@@ -15,7 +15,7 @@ from trtspec.build.fingerprint import digest
 from trtspec.build.graph import Graph, Results, Step, Task
 from trtspec.build.runtimes import LLM_API, EngineJob, Stage, stages
 from trtspec.build.sources import Sources
-from trtspec.decoding.methods import DRAFTS
+from trtspec.decoding.methods import METHODS
 from trtspec.errors import TrtspecError
 from trtspec.models.config import ModelConfig
 from trtspec.spec.rules import role_key
@@ -268,16 +268,13 @@ class _Steps:
 
             configs = {role: EngineConfig.load(self.engines_dir / role) for role in self.roles}
             asked = max(self.spec.speculation.num_draft_tokens, self.spec.default_num_draft_tokens)
-            cascade = self.spec.speculation.cascade if "middle" in configs else None
-            pairs = [("target", "middle" if cascade else "draft", asked)]
-            if cascade:
-                pairs.append(("middle", "draft", cascade.num_draft_tokens))
-            pairs += [("target", role, asked) for role in DRAFTS[1:] if role in configs]
-            for verifier, proposer, num_draft_tokens in pairs:
+            method, cascade = METHODS.get(self.spec.speculation.method), self.spec.speculation.cascade
+            pairs = method.pairs(configs) if method and method.engines else (("target", ""),)
+            for verifier, proposer in pairs:
                 check_engine_pair(
                     configs[verifier],
                     configs.get(proposer),
-                    num_draft_tokens,
+                    cascade.num_draft_tokens if cascade and verifier != "target" else asked,
                     pipeline=self.spec.source,
                     draft_logits=self.spec.speculation.acceptance == "logits",
                 )

@@ -3,7 +3,7 @@
 The middle model and its drafter run the same cycle as the target does. Its output has exactly the middle model's
 distribution, however good the draft is, so it may be proposed with the middle model's logits as what it was drawn
 from, and the target's output is exact again. Knows engines by `EngineCall` alone; a drafter that is itself a cascade
-makes four models.
+makes four models or more.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Cascade:
         acceptance: how the target accepts what the middle model proposes, see `DraftModel`.
         draft_context: tokens that `drafter` can hold; None for no limit. The middle model's own limit is the
             request's `draft_context`.
+        role: the middle model's name in errors.
     """
 
     def __init__(
@@ -46,12 +47,14 @@ class Cascade:
         *,
         acceptance: AcceptanceMode = "auto",
         draft_context: int | None = None,
+        role: str = "middle",
     ) -> None:
         self._drafter = drafter
         self._middle = middle
         self._num_draft_tokens = num_draft_tokens
         self._acceptance = acceptance
         self._draft_context = draft_context
+        self._role = role
         self._draft_errors = 0
 
     def propose(self, generation: Generation, num_draft_tokens: int) -> Proposal:
@@ -83,7 +86,7 @@ class Cascade:
         drafter = self._drafter if self._draft_errors < _MAX_DRAFT_ERRORS else None
         blocks, error = [], None
         try:
-            for block in generate(inner, drafter, Target(middle, "middle"), cancelled=generation.cancelled):
+            for block in generate(inner, drafter, Target(middle, self._role), cancelled=generation.cancelled):
                 blocks.append(block)
         except Exception as raised:
             # What came before the failing call stands: whether there was such a call depends on what had been drawn,
@@ -98,7 +101,7 @@ class Cascade:
         if not drawn:
             return Proposal(made.token_ids)
         expected = made.num_generated if error else num_draft_tokens
-        return proposed(middle.first(len(blocks)), expected, outer.end_ids, self._acceptance, "middle")
+        return proposed(middle.first(len(blocks)), expected, outer.end_ids, self._acceptance, self._role)
 
     def learn(self, verification: Verification) -> None:
         """Nothing: both engines find the common beginning of the next context by themselves."""

@@ -17,6 +17,7 @@ from .engine_call import EngineCall, EngineCalls, one_by_one
 from .ngram import NgramDrafter
 from .tree import BRANCHING, MergedTrees, PathsTarget, TreeDrafter, in_one_pass, side_by_side
 
+MIDDLES = ("middle", "middle_2", "middle_3")  # roles of the models between target and draft, from the target down
 DRAFTS = ("draft", "draft_2", "draft_3", "draft_4")  # roles of draft models that propose side by side
 IN_ENGINE = ("medusa", "mtp", "eagle", "lookahead", "redrafter")  # drafted in the engine: decoded plainly out here
 
@@ -34,7 +35,7 @@ class DraftEngine:
 
 
 Setting = int | tuple[int, ...]
-Engines = Mapping[str, DraftEngine]  # by role: middle, and those of DRAFTS
+Engines = Mapping[str, DraftEngine]  # by role: those of MIDDLES and DRAFTS
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,10 @@ class Method:
 
     make: Callable[..., Drafter]  # of engines, acceptance and the settings by name
     engines: tuple[str, ...] = ()  # roles that it needs beside the target; the first proposes to the target
-    further: tuple[str, ...] = ()  # roles that may propose to the target too
+    further: tuple[str, ...] = ()  # roles that it may use too, next to the first
     settings: tuple[str, ...] = ()  # names of its settings, numbers from 1 on, as in its section of a spec
     lists: tuple[str, ...] = ()  # which of them are several such numbers
-    trees: bool = False  # proposes token trees
+    trees: bool = False  # proposes token trees: all roles to the target; else each role proposes to the one before it
 
     def chosen(self, section: object) -> dict[str, Setting]:
         """The settings that `section` has as attributes; without those that are None."""
@@ -72,12 +73,17 @@ class Method:
         return settings
 
     def roles(self, present: Container[str]) -> tuple[str, ...]:
-        """Roles that it uses beside the target: those that it needs, and further ones that are `present`."""
-        return (*self.engines, *(role for role in self.further if role in present))
+        """Roles that it uses beside the target, from it down: those that it needs, and further ones of `present`."""
+        return (*self.engines[:1], *(role for role in self.further if role in present), *self.engines[1:])
+
+    def pairs(self, present: Container[str]) -> tuple[tuple[str, str], ...]:
+        """Of each of `roles` the one that verifies what it proposes, and itself."""
+        roles = self.roles(present)
+        return tuple(zip(("target",) * len(roles) if self.trees else ("target", *roles), roles, strict=False))
 
     def proposers(self, present: Container[str]) -> tuple[str, ...]:
-        """Which of `roles` propose to the target; the others propose to one of these."""
-        return tuple(role for role in self.roles(present) if role in (*self.engines[:1], *self.further))
+        """Which of `roles` propose to the target."""
+        return tuple(role for verifier, role in self.pairs(present) if verifier == "target")
 
     def draft_context(self, engines: Engines) -> int | None:
         """Tokens that all that propose to the target can hold: `Request.draft_context`."""
@@ -95,7 +101,7 @@ def make_drafter(method: str, engines: Engines, acceptance: AcceptanceMode = "au
 
     Args:
         method: a key of `METHODS`.
-        engines: of the roles that the method needs; further ones are left alone.
+        engines: of the roles that the method uses; others are left alone.
         acceptance: how the target accepts, see `DraftModel`; `auto` is `tokens` for engines without logits.
         settings: see `Method.settings`.
     """
@@ -130,16 +136,21 @@ def _ngram(engines: Engines, acceptance: AcceptanceMode, **settings: int) -> Dra
 
 
 def _cascade(engines: Engines, acceptance: AcceptanceMode, **settings: int) -> Drafter:
-    draft, middle = engines["draft"], engines["middle"]
-    # Who judges the draft is the middle model: what the caller wants of the target is no reason to fail there.
-    judged = acceptance if draft.returns_logits else "tokens"
-    return Cascade(
-        DraftModel(draft.call, judged),
-        middle.call,
-        acceptance=_possible(middle, acceptance),
-        draft_context=draft.context,
-        **settings,
-    )
+    *middles, lowest = METHODS["cascade"].roles(engines)
+    below = engines[lowest]
+    drafter: Drafter = DraftModel(below.call, _judged_in_between(below, acceptance))
+    for role in reversed(middles):
+        middle, to_target = engines[role], role == middles[0]
+        drafter = Cascade(
+            drafter,
+            middle.call,
+            acceptance=_possible(middle, acceptance) if to_target else _judged_in_between(middle, acceptance),
+            draft_context=below.context,
+            role=role,
+            **settings,
+        )
+        below = middle
+    return drafter
 
 
 def _tree(engines: Engines, acceptance: AcceptanceMode, branching: tuple[int, ...] = BRANCHING) -> Drafter:
@@ -159,6 +170,11 @@ def _possible(engine: DraftEngine, acceptance: AcceptanceMode) -> AcceptanceMode
     return "tokens" if acceptance == "auto" and not engine.returns_logits else acceptance
 
 
+def _judged_in_between(engine: DraftEngine, acceptance: AcceptanceMode) -> AcceptanceMode:
+    """How a middle model accepts: what the caller wants of the target is no reason to fail there."""
+    return acceptance if engine.returns_logits else "tokens"
+
+
 METHODS = {
     "draft_target": Method(_draft_model, engines=("draft",)),
     "early_exit": Method(_draft_model, engines=("draft",)),
@@ -166,5 +182,5 @@ METHODS = {
     "tree": Method(
         _tree, engines=DRAFTS[:1], further=DRAFTS[1:], settings=("branching",), lists=("branching",), trees=True
     ),
-    "cascade": Method(_cascade, engines=("middle", "draft"), settings=("num_draft_tokens",)),
+    "cascade": Method(_cascade, engines=(MIDDLES[0], "draft"), further=MIDDLES[1:], settings=("num_draft_tokens",)),
 }

@@ -104,11 +104,10 @@ def _check_engines(
     check_engine_pair(runtimes["target"].config, None, num_draft_tokens)
     between = settings.get("num_draft_tokens", NUM_DRAFT_TOKENS)  # of a cascade, below the target
     assert isinstance(between, int)
-    proposers = method.proposers(runtimes)
-    for proposer in method.roles(runtimes):
-        to_target = proposer in proposers
+    for verifier, proposer in method.pairs(runtimes):
+        to_target = verifier == "target"
         check_engine_pair(
-            runtimes["target" if to_target else proposers[0]].config,
+            runtimes[verifier].config,
             runtimes[proposer].config,
             num_draft_tokens if to_target else between,
             draft_logits=to_target and acceptance == "logits",

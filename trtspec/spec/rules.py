@@ -252,8 +252,10 @@ def _why_no_paged_context(spec: Spec, model: ModelRef) -> tuple[str, str] | None
 
 def role_key(role: str) -> Key:
     """Where the model of a role stands in the spec."""
-    if role.startswith("draft_"):  # draft_2 is the first further one
-        return ("speculation", "tree", "drafts", int(role.removeprefix("draft_")) - 2)
+    kind, _, number = role.partition("_")
+    if number:  # draft_2 is the first further one
+        section = {"draft": ("tree", "drafts"), "middle": ("cascade", "middles")}[kind]
+        return ("speculation", *section, int(number) - 2)
     return {
         "target": ("target",),
         "draft": ("speculation", "draft"),

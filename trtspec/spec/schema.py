@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -195,12 +196,15 @@ class Tree(Section):
 
 
 class Cascade(Section):
-    """Three models: the draft proposes to the middle model, and what that accepts is proposed to the target."""
+    """Three models or more: the draft proposes to a middle model, and what that accepts is proposed to the target, or
+    to the next middle model."""
 
     middle: ModelRef
-    """The model between draft and target."""
+    """The model that proposes to the target."""
+    middles: Annotated[tuple[ModelRef, ...], Strict(False), Field(max_length=2)] = ()
+    """Up to two more models between middle and draft, from the target down: roles middle_2 and middle_3."""
     num_draft_tokens: Annotated[int, Field(ge=1, le=64)] = 3
-    """Tokens that the draft proposes to the middle model a cycle; speculation.num_draft_tokens is what the middle model
+    """Tokens that are proposed to a middle model a cycle; speculation.num_draft_tokens is what the first middle model
     proposes to the target."""
 
 
@@ -229,8 +233,8 @@ class Lookahead(Section):
 
 
 def serving_key(role: str) -> str:
-    """Where a role's value stands in the sections that have one for each model: several drafts share one."""
-    return "draft" if role.startswith("draft_") else role
+    """Where a role's value stands in the sections that have one for each model: several of a kind share one."""
+    return role.partition("_")[0]
 
 
 def _default_num_draft_tokens(data: dict[str, Any]) -> int:
@@ -399,7 +403,7 @@ class PerModelSize(PerModel):
     draft: Size | None = None
     """Bytes for the draft; for each, where there are several."""
     middle: Size | None = None
-    """Bytes for the middle model of a cascade."""
+    """Bytes for the middle model of a cascade; for each, where there are several."""
 
 
 class PerModelDevices(PerModel):
@@ -410,7 +414,7 @@ class PerModelDevices(PerModel):
     draft: DeviceList | None = None
     """GPUs of the draft; of each, where there are several."""
     middle: DeviceList | None = None
-    """GPUs of the middle model of a cascade."""
+    """GPUs of the middle model of a cascade; of each, where there are several."""
 
 
 class PerModelFraction(PerModel):
@@ -421,7 +425,7 @@ class PerModelFraction(PerModel):
     draft: Fraction | None = None
     """Fraction for the draft; for each, where there are several."""
     middle: Fraction | None = None
-    """Fraction for the middle model of a cascade."""
+    """Fraction for the middle model of a cascade; for each, where there are several."""
 
 
 class Serving(Section):
@@ -569,10 +573,11 @@ class Spec(Section):
 
     @property
     def models(self) -> dict[str, ModelRef]:
-        """The models that are loaded, by role, in the order target, middle, drafts; only those the method uses."""
+        """The models that are loaded, by role, in the order target, middles, drafts; only those the method uses."""
         models = {"target": self.target}
         if self.speculation.method == "cascade" and self.speculation.cascade:
             models["middle"] = self.speculation.cascade.middle
+            models |= {f"middle_{number}": middle for number, middle in enumerate(self.speculation.cascade.middles, 2)}
         if self.speculation.method in ("draft_target", "tree", "cascade") and self.speculation.draft:
             models["draft"] = self.speculation.draft
         if self.speculation.method == "tree" and self.speculation.tree:
@@ -584,8 +589,8 @@ class Spec(Section):
     @property
     def pairs(self) -> list[tuple[str, str]]:
         """Who verifies what whom proposes, by role; every draft also has to fit the target."""
-        pairs = [("target", role) for role in self.models if role != "target"]
-        return [*pairs, ("middle", "draft")] if "middle" in self.models else pairs
+        roles = list(self.models)[1:]
+        return [*(("target", role) for role in roles), *(pairwise(roles) if "middle" in roles else ())]
 
     @property
     def max_draft_len(self) -> int:

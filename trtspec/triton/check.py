@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtspec.decoding.methods import DRAFTS
+from trtspec.decoding.methods import DRAFTS, MIDDLES
 from trtspec.errors import TrtspecError
 from trtspec.runtime.engine import EngineConfig, check_engine_pair
 from trtspec.triton import contract
@@ -128,16 +128,14 @@ def _pipeline_faults(shown: Path, configs: Mapping[str, ModelConfig], engines: M
 
 def _pair_faults(where: Path, values: Mapping[str, str], loaded: Mapping[str, EngineConfig]) -> Iterator[str]:
     """Each engine of a pipeline verifies what the one below it proposes."""
-    target, middle, draft, *further = (
-        loaded.get(values.get(f"tensorrt_llm_{role}model_name", ""))
-        for role in ("", "middle_", *(f"{draft}_" for draft in DRAFTS))
+    target, wanted = loaded[values["tensorrt_llm_model_name"]], int(values["num_draft_tokens"])
+    drafts, middles = (
+        [loaded.get(values.get(f"tensorrt_llm_{role}_model_name", "")) for role in roles] for roles in (DRAFTS, MIDDLES)
     )
-    assert target is not None
-    wanted = int(values["num_draft_tokens"])
-    pairs = [(target, draft if middle is None else middle, wanted)]
-    if middle is not None:
-        pairs.append((middle, draft, int(values["cascade_num_draft_tokens"])))
-    pairs += [(target, other, wanted) for other in further if other is not None]
+    chain = [target, *filter(None, middles)]
+    counts = [wanted, *(int(values["cascade_num_draft_tokens"]) for _ in chain[1:])]
+    pairs = list(zip(chain, [*chain[1:], drafts[0]], counts, strict=True))
+    pairs += [(target, other, wanted) for other in drafts[1:] if other is not None]
     for verifies, proposes, count in pairs:
         try:
             check_engine_pair(

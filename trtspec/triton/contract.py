@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from trtspec.decoding.methods import DRAFTS, METHODS
+from trtspec.decoding.methods import DRAFTS, METHODS, MIDDLES
 
 LOGITS = "LOGITS"
 LOGITS_DTYPES = {"float32": "FP32", "float16": "FP16"}  # engine.logits_dtype -> Triton
@@ -433,7 +433,7 @@ _BLS_PARAMETERS = _keys(
     """
 )
 _BLS_PARAMETERS |= {f"{method}_{setting}" for method, row in METHODS.items() for setting in row.settings}
-for _role in ("middle", *DRAFTS):
+for _role in (*MIDDLES, *DRAFTS):
     _BLS_PARAMETERS |= {f"tensorrt_llm_{_role}_model_name"}
     _BLS_PARAMETERS |= {f"{_role}_{fact}" for fact in ("max_seq_len", "returns_logits", "vocab_size")}
 MODEL_PARAMETERS = {

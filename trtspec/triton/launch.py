@@ -28,7 +28,7 @@ from types import FrameType
 # in the order of loading
 ENGINE_MODELS = (
     *("tensorrt_llm_draft", "tensorrt_llm_draft_2", "tensorrt_llm_draft_3", "tensorrt_llm_draft_4"),
-    *("tensorrt_llm_middle", "tensorrt_llm"),
+    *("tensorrt_llm_middle_3", "tensorrt_llm_middle_2", "tensorrt_llm_middle", "tensorrt_llm"),
 )
 UNARY_MODEL = "tensorrt_llm_bls_unary"
 LLMAPI_MODEL = "tensorrt_llm"

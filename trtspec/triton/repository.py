@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtspec.decoding.methods import DRAFTS, METHODS, written
+from trtspec.decoding.methods import DRAFTS, METHODS, MIDDLES, written
 from trtspec.runtime.engine import EngineConfig
 from trtspec.triton import contract
 from trtspec.triton.check import check_repository
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trtspec.spec.schema import Spec
 
 BLS, BLS_UNARY = "tensorrt_llm_bls", "tensorrt_llm_bls_unary"
-ENGINE_MODELS = {"target": "tensorrt_llm"} | {role: f"tensorrt_llm_{role}" for role in ("middle", *DRAFTS)}
+ENGINE_MODELS = {"target": "tensorrt_llm"} | {role: f"tensorrt_llm_{role}" for role in (*MIDDLES, *DRAFTS)}
 _SOURCES = Path(__file__).parent / "models"
 _DECODING = Path(__file__).parents[1] / "decoding"
 _TEXT_SOURCES = ("tensors.py", "tokenization.py")

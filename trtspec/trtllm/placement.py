@@ -8,13 +8,13 @@ not know memory, config.pbtxt or containers.
 
 from __future__ import annotations
 
-from trtspec.decoding.methods import DRAFTS
+from trtspec.decoding.methods import DRAFTS, MIDDLES
 from trtspec.errors import TrtspecError
 from trtspec.spec.schema import Spec
 
 # A KV cache takes a part of the memory that is free when its model loads, so the order of loading is part of the plan:
 # the target comes last and takes what the others leave.
-LOAD_ORDER = (*DRAFTS, "middle", "target")
+LOAD_ORDER = (*DRAFTS, *reversed(MIDDLES), "target")
 
 
 def load_order(spec: Spec) -> list[str]:
