@@ -174,7 +174,7 @@ class Tree(Section):
     """SpecInfer: the draft proposes a token tree, or several drafts do, whose trees are merged."""
 
     branching: IntList = (2, 2, 1)
-    """Children of each node of a draft's tree, level by level."""
+    """Children of each node of a draft's tree, level by level; `trtspec plan tree` finds the best."""
     drafts: Annotated[tuple[ModelRef, ...], Strict(False), Field(max_length=3)] = ()
     """Up to three more draft models beside speculation.draft, each with a tree of its own: roles draft_2 to draft_4."""
 
