@@ -202,7 +202,8 @@ def test_a_wrong_greedy_token_fails_and_can_be_reproduced(built: Path, monkeypat
     monkeypatch.setattr(Llama, "head", lambda self, hidden: head(self, hidden).roll(1, dims=-1))
     result = invoke("parity", str(built), "--check", "greedy", "--max-tokens", "8", "--json")
     assert result.exit_code == EXIT_PARITY_FAILED, result.output
-    finding = json.loads(result.stdout.splitlines()[-1])["checks"][0]["findings"][0]
+    findings = json.loads(result.stdout.splitlines()[-1])["checks"][0]["findings"]
+    finding = findings[0]
     assert finding["verdict"] == "fault"
     assert finding["chosen"]["id"] == (finding["expected"]["id"] + 1) % 280
     assert finding["expected"]["logit"] - finding["chosen"]["logit"] > 0.002
@@ -212,7 +213,7 @@ def test_a_wrong_greedy_token_fails_and_can_be_reproduced(built: Path, monkeypat
     again = invoke(*words[1:], "--json")
     assert again.exit_code == EXIT_PARITY_FAILED
     (check,) = json.loads(again.stdout.splitlines()[-1])["checks"]
-    assert check["findings"][0] == finding  # of a prompt all alone, more of its faults are shown
+    assert check["findings"] == [each for each in findings if each["prompt"] == finding["prompt"]]
 
 
 def test_an_end_id_that_the_engines_do_not_honour_fails(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:

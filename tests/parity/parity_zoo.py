@@ -155,6 +155,11 @@ class ResidualFromP(Sampler):
         return p
 
 
+class ResidualFromQ(Sampler):
+    def residual(self, p: Row, q: Row) -> Row:
+        return q
+
+
 class BonusFromDraft(Sampler):
     def bonus(self, text: Sequence[int], last_q: Row | None) -> Row:
         return self.q(text, self.query.num_draft_tokens)
@@ -267,6 +272,7 @@ ZOO: dict[str, Exhibit] = {
     "accept with q instead of p/q": Exhibit(AcceptsWithQ, "leans away from the draft"),
     "residual not renormalised": Exhibit(ResidualNotRenormalised, "by id", 1000, (FULL,)),
     "residual drawn from p": Exhibit(ResidualFromP, "leans towards the draft"),
+    "residual drawn from q": Exhibit(ResidualFromQ, "leans towards the draft"),
     "bonus token from the draft": Exhibit(BonusFromDraft, "bonus tokens"),
     "draft's top-p ignored in q": Exhibit(DraftTopPIgnored, "leans", 2000, (NUCLEUS,)),
     "argmax drafts declared as softmax": Exhibit(ArgmaxDrafts, "leans"),

@@ -176,13 +176,6 @@ class Launcher:
                 found[int(entry.name)] = line
         return found
 
-    def wait_until_alone(self, timeout_s: float = 10.0) -> None:
-        """A model's process notices the end of its server within moments, not at once."""
-        deadline = time.monotonic() + timeout_s
-        while left := self.children():
-            assert time.monotonic() < deadline, left
-            time.sleep(0.05)
-
     def close(self) -> None:
         self.process.terminate()
         self.process.wait(timeout=60)
@@ -230,7 +223,7 @@ def test_a_life_on_the_real_server(start: Start) -> None:
 
     launcher.process.send_signal(signal.SIGTERM)
     assert launcher.process.wait(timeout=60) == 0, launcher.said()[-2000:]
-    launcher.wait_until_alone()
+    assert launcher.children() == {}
 
 
 def test_a_model_that_died_ends_the_server(start: Start) -> None:

@@ -11,7 +11,7 @@ from trtspec.errors import EXIT_PARITY_FAILED, TrtspecError
 TRACE = click.Path(path_type=Path, dir_okay=False)
 
 
-@click.command()
+@click.command("parity diff")
 @click.argument("a", type=TRACE)
 @click.argument("b", type=TRACE)
 @click.option("--subject-a", help="Compare only the answers of this subject in A.")

@@ -9,7 +9,7 @@ import click
 from trtspec.errors import EXIT_PARITY_FAILED
 
 
-@click.command()
+@click.command("parity replay")
 @click.argument("trace", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON line at the end.")
 @click.pass_context

@@ -37,6 +37,7 @@ CONTROL_KEY = "trtspec-control"
 RESTRICTED = "model-repository,shared-memory,trace,logging"  # whoever loads a model may bring code along
 EXIT_TIMEOUT_S = 30
 KILL_AFTER_S = EXIT_TIMEOUT_S + 5
+_MODELS_END_S = 5.0  # together less than a container is given to stop
 PROBE_TIMEOUT_S = 60.0
 WATCH_PERIOD_S = 30.0
 PROBES_FAILED = 3  # in a row, until the server counts as dead
@@ -147,7 +148,7 @@ def launch(options: argparse.Namespace) -> None:
         environment["TRTLLM_ORCHESTRATOR"] = "1"
         environment["TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES"] = str(int(options.orchestrator == "spawn"))
     address, deadline = _address(options), time.monotonic() + options.timeout
-    server = subprocess.Popen(command, env=environment)
+    server = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
         _wait_until_live(server, address, deadline)
         for model in models:
@@ -271,6 +272,19 @@ def _end(server: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         server.kill()
         server.wait()
+    _end_models(server.pid)
+
+
+def _end_models(group: int) -> None:
+    """Wait for the processes of models, which notice the end of their server a moment later, and kill who does not."""
+    deadline = time.monotonic() + _MODELS_END_S
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(-group, os.WNOHANG)  # in a container they are left to this process
+            os.killpg(group, 0)
+            time.sleep(0.02)
+        os.killpg(group, signal.SIGKILL)
 
 
 def _shared_memory(rank: int) -> str:

@@ -22,7 +22,7 @@ class Unsupported(TrtspecError):
 
 
 class Lost(TrtspecError):
-    """A subject is gone, such as a server without a connection; nothing more can be asked of it, and the run ends."""
+    """A subject, or its draft engine, is gone, such as a server without a connection: the run ends."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from trtspec.decoding.sampling import Uniforms
 from trtspec.decoding.token_tree import TokenTree
 from trtspec.decoding.verify import residual
 from trtspec.errors import TrtspecError
-from trtspec.parity.subjects import Answer, Counts, Cycle, Draw, Query, Unsupported
+from trtspec.parity.subjects import Answer, Counts, Cycle, Draw, Lost, Query, Unsupported
 
 
 class InProcess:
@@ -87,7 +87,7 @@ class InProcess:
         except (ValueError, EngineError) as error:
             raise TrtspecError(str(error), where=self.name) from error
         if failure := blocks[-1].generation.draft_error:
-            raise TrtspecError(f"the draft engine failed: {failure}", fix="build it again, or lower num_draft_tokens")
+            raise Lost(f"the draft engine failed: {failure}", fix="build it again, or lower num_draft_tokens")
         token_ids = tuple(block.token_ids for block in blocks)
         return Answer(
             blocks=token_ids,
