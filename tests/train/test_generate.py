@@ -100,6 +100,16 @@ def test_a_shard_says_what_it_holds(source: ModelSource, model: Llama, tmp_path:
     assert not list(tmp_path.glob("*.part"))
 
 
+@torch.inference_mode()
+def test_the_states_in_a_shard_are_the_models(source: ModelSource, model: Llama, tmp_path: Path) -> None:
+    """Kept in bfloat16, made in float32: nothing else is lost."""
+    shards(source, model, tmp_path, 20)
+    data = load_file(tmp_path / "answers-1-00000.safetensors")
+    length, prompt_len = int(data["length"][0]), int(data["prompt_len"][0])
+    states = model.hidden(data["tokens"][None, :length].long(), None, 0)[0, prompt_len - 1 : length - 1]
+    torch.testing.assert_close(data["states"][: length - prompt_len].float(), states, atol=2e-2, rtol=2e-2)
+
+
 def test_an_unfinished_prompt_ends_with_its_words(source: ModelSource) -> None:
     begun, whole = (
         prompt_ids(Prompt("own", ({"role": "user", "content": text},), unfinished=unfinished), source)

@@ -18,6 +18,7 @@ from trtspec.plan.tree import best_tree
 from trtspec.runtime.llama import Llama, load_weights
 from trtspec.runtime.medusa import MedusaHeads
 from trtspec.spec.schema import Medusa
+from trtspec.train.answers import fast_dtype
 from trtspec.train.heads import (
     PIECE,
     HeadSample,
@@ -99,7 +100,8 @@ def test_the_recorded_states_are_the_targets(tiny_model_dir: Path, trained: Path
     with torch.inference_mode():
         states = model.hidden(data["tokens"][None, :length].long(), None, 0)[0, prompt_len - 1 : length - 1]
     recorded = data["states"][: length - prompt_len].float()
-    torch.testing.assert_close(recorded, states, atol=0.1, rtol=0.05)  # made in bfloat16 on most machines
+    rounding = (2e-2, 2e-2) if fast_dtype() == torch.float32 else (0.1, 0.05)  # of answers made in bfloat16
+    torch.testing.assert_close(recorded, states, atol=rounding[0], rtol=rounding[1])
     assert len(states) < 2 or (recorded[1:] - states[:-1]).abs().max() > 0.5, "another token's state would be seen"
     sample = load_head_samples([shard], torch.arange(280), 280)[0]
     assert sample.tokens.tolist() == data["tokens"][prompt_len:length].tolist()
