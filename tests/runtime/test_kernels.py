@@ -20,10 +20,12 @@ def test_a_product_is_the_linear_layer(rows: tuple[int, ...], with_bias: bool, d
     x, weight = random(*rows, 48, dtype=dtype), random(80, 48, seed=1, dtype=dtype)
     bias = random(80, seed=2, dtype=dtype) if with_bias else None
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    found = linear(x, weight, bias)
-    assert found.shape == (*rows, 80)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found, exact.to(dtype))
+    for differentiable in (False, True):  # float32 takes another way where no gradient is asked for
+        with torch.set_grad_enabled(differentiable):
+            found = linear(x, weight, bias)
+        assert found.shape == (*rows, 80)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, exact.to(dtype))
 
 
 @pytest.mark.parametrize("rows", [1, 5])
