@@ -15,6 +15,7 @@ from trtspec.build.output import write_atomic
 from trtspec.errors import TrtspecError
 from trtspec.parity.report.junit import to_junit
 from trtspec.parity.report.page import to_html
+from trtspec.parity.report.plots import require_matplotlib
 from trtspec.parity.report.text import to_json
 from trtspec.parity.result import Finding, Report, Verdict
 
@@ -30,7 +31,8 @@ def check_path(path: Path) -> None:
     """Refuse a place for a report before anything is run.
 
     Raises:
-        TrtspecError: its directory does not exist, or no form has that suffix.
+        TrtspecError: its directory does not exist, no form has that suffix, or matplotlib, which draws the plots of
+            the page, is not there.
     """
     if path.suffix and not path.is_dir() and path.suffix not in FORMS:
         raise TrtspecError(
@@ -38,6 +40,8 @@ def check_path(path: Path) -> None:
         )
     if not path.absolute().parent.is_dir():
         raise TrtspecError(f"{path.absolute().parent} is no directory", where=str(path))
+    if is_folder(path) or path.suffix == ".html":
+        require_matplotlib()
     if path.suffix not in FORMS and path.exists() and not path.is_dir():
         raise TrtspecError("is there, and no folder", where=str(path), fix="give another name")
 

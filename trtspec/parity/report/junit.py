@@ -5,14 +5,11 @@ A tie passes. What is inconclusive or not applicable is skipped, with the reason
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from xml.etree import ElementTree as ET
 
-from trtspec.parity.report.text import finding_lines
+from trtspec.parity.report.text import finding_lines, printable
 from trtspec.parity.result import Check, Report, Verdict
-
-_NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def to_junit(report: Report) -> str:
@@ -20,16 +17,22 @@ def to_junit(report: Report) -> str:
     suites = ET.Element("testsuites", name=f"parity of {report.name}")
     for subject in dict.fromkeys(check.subject for check in report.checks):
         checks = [check for check in report.checks if check.subject == subject]
-        suite = ET.SubElement(suites, "testsuite", name=f"{report.name}.{_clean(subject)}")
+        suite = ET.SubElement(suites, "testsuite", name=f"{report.name}.{printable(subject)}")
         cases = [case for check in checks for case in _cases(report, check)]
         suite.extend(cases)
-        suite.set("tests", str(len(cases)))
-        suite.set("failures", str(sum(case.find("failure") is not None for case in cases)))
-        suite.set("skipped", str(sum(case.find("skipped") is not None for case in cases)))
-        suite.set("errors", "0")
-        suite.set("time", f"{sum(check.seconds for check in checks):.3f}")
+        _count(suite, cases, checks)
+    _count(suites, list(suites.iter("testcase")), report.checks)
     ET.indent(suites)
     return ET.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _count(element: ET.Element, cases: Sequence[ET.Element], checks: Sequence[Check]) -> None:
+    """Numbers of cases by outcome, and seconds."""
+    element.set("tests", str(len(cases)))
+    element.set("failures", str(sum(case.find("failure") is not None for case in cases)))
+    element.set("skipped", str(sum(case.find("skipped") is not None for case in cases)))
+    element.set("errors", "0")
+    element.set("time", f"{sum(check.seconds for check in checks):.3f}")
 
 
 def _cases(report: Report, check: Check) -> Iterator[ET.Element]:
@@ -38,19 +41,14 @@ def _cases(report: Report, check: Check) -> Iterator[ET.Element]:
     claims = [(f"{check.name}:{part.name}", part.name, part.verdict, part.evidence) for part in check.parts]
     for name, part, verdict, evidence in claims or whole:
         seconds = check.seconds / max(1, len(claims))
-        case = ET.Element("testcase", classname=f"parity.{report.name}.{_clean(check.subject)}", name=name)
+        case = ET.Element("testcase", classname=f"parity.{report.name}.{printable(check.subject)}", name=name)
         case.set("time", f"{seconds:.3f}")
         lines = finding_lines(check, part)
         if verdict == Verdict.FAULT:
-            failure = ET.SubElement(case, "failure", message=_clean(lines[0] if lines else evidence), type="fault")
-            failure.text = _clean("\n".join([evidence, *lines]))
+            failure = ET.SubElement(case, "failure", message=printable(lines[0] if lines else evidence), type="fault")
+            failure.text = printable("\n".join([evidence, *lines]))
         elif verdict in (Verdict.INCONCLUSIVE, Verdict.NOT_APPLICABLE):
-            ET.SubElement(case, "skipped", message=_clean(f"{verdict.value}: {evidence}"))
+            ET.SubElement(case, "skipped", message=printable(f"{verdict.value}: {evidence}"))
         else:
-            ET.SubElement(case, "system-out").text = _clean("\n".join([evidence, *lines]))
+            ET.SubElement(case, "system-out").text = printable("\n".join([evidence, *lines]))
         yield case
-
-
-def _clean(text: str) -> str:
-    """Text without the characters that XML cannot hold."""
-    return _NOT_XML.sub("\ufffd", text)

@@ -1,18 +1,16 @@
-"""The report as one self-contained HTML page: verdict first, then each check with its evidence, faults and plots."""
+"""The report as one self-contained HTML page: verdict and faults first, then each check with its evidence and plots."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trtspec import __version__
-from trtspec.parity.report.advice import advice
+from trtspec.parity.report.advice import advice, advice_undecided
 from trtspec.parity.report.plots import plots
-from trtspec.parity.report.text import headline, outcome
-from trtspec.parity.result import Check, Report, Verdict
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from trtspec.parity.report.text import headline, outcome, printable, shown
+from trtspec.parity.result import Check, Finding, Report, Verdict
 
 _CLASSES: Mapping[Verdict, str] = {
     Verdict.PASS: "good",
@@ -23,28 +21,54 @@ _CLASSES: Mapping[Verdict, str] = {
 }
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """Findings of one check, and of one part of it, that ask for the same.
+
+    Attributes:
+        part, verdict: theirs.
+        advice: what to do next.
+        findings: at least one, in order of appearance.
+    """
+
+    part: str | None
+    verdict: Verdict
+    advice: str
+    findings: list[Finding] = field(default_factory=list)
+
+
 def to_html(report: Report) -> str:
     """The page.
 
     Raises:
-        TrtspecError: matplotlib is not there.
+        TrtspecError: matplotlib is not installed.
     """
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8"))
+    checks = [
+        (number, check, _kinds(check), list(plots(check, report.settings, f"c{number}")))
+        for number, check in enumerate(report.checks, 1)
+    ]
     text: str = template.render(
         report=report,
+        checks=checks,
         headline=headline(report),
         outcome=outcome(report),
         version=__version__,
         classes=_CLASSES,
-        plots={id(check): _plots(report, check) for check in report.checks},
-        advice=advice,
-        id=id,
+        advice_undecided=advice_undecided,
+        shown=shown,
     )
-    return text
+    return printable(text)
 
 
-def _plots(report: Report, check: Check) -> list[tuple[str, str]]:
-    return list(plots(check, report.settings))
+def _kinds(check: Check) -> list[_Kind]:
+    """The findings that something has to be done about, by what that is."""
+    kinds: dict[tuple[str | None, Verdict, str], _Kind] = {}
+    for finding in check.findings:
+        if not finding.verdict.passes:
+            key = (finding.part, finding.verdict, advice(check, finding))
+            kinds.setdefault(key, _Kind(*key)).findings.append(finding)
+    return list(kinds.values())

@@ -1,12 +1,17 @@
 """The plots of a report's page, as SVG text. Knows the series that checks leave in `Check.data`.
 
-A check without a plot has no series, or none that could mislead: too few tokens draw nothing.
+A check without a plot has no series, or none that could mislead: too few tokens draw nothing, and neither do answers
+that are the reference's to the last token.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import io
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from trtspec.errors import TrtspecError
@@ -20,104 +25,174 @@ _ORDERS = {
     "by probability": "most probable first",
     "by odds": "most preferred by the draft first",
 }
+_COUNTS = "first tokens, prompt "
 _INK, _BAND, _BAR, _BAD = "#22313f", "#dfe6ec", "#4a7fb0", "#c0392b"
 _FEWEST = 40  # tokens in a histogram that can be read
+_MOST = 12  # bars that can be labelled one by one
+_SMALL, _WIDE = (3.9, 2.4), (5.0, 2.5)  # inches
 
 
-def plots(check: Check, settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Caption and SVG of each plot that the check has series for."""
-    data = check.data
-    if histograms := [name for name in data if _histogram(name) and sum(data[name]) >= _FEWEST]:
-        yield (
-            "Transforms of the emitted tokens. If the subject samples from the reference, every bar is as high as the "
-            "others up to chance; 99 of 100 bars stay within the band.",
-            _figure(len(histograms), lambda axes: _draw_histograms(axes, data, histograms)),
-        )
-    if regrets := data.get("regrets"):
-        caption = "Regret of every token: the reference's largest logit minus its logit for the emitted token."
-        yield caption, _figure(1, lambda axes: _draw_regrets(axes[0], data, regrets, settings.get("tolerance")))
-    if counts := data.get("accepted_per_place"):
-        caption = "How often a pass of the target emitted more than so many tokens, greedily."
-        yield caption, _figure(1, lambda axes: _draw_survival(axes[0], counts))
-    if rows := data.get("acceptance by place"):
-        caption = "How often the answer goes on within the same pass, by place in the pass, when sampling."
-        yield caption, _figure(1, lambda axes: _draw_acceptance(axes[0], rows))
+@dataclass(frozen=True)
+class Plot:
+    """One figure of the page.
+
+    Attributes:
+        caption: what it shows, and how to read it.
+        images: SVG elements, side by side where there is room.
+    """
+
+    caption: str
+    images: tuple[str, ...]
 
 
-def _histogram(name: str) -> bool:
-    return name.split(", ")[0] in _ORDERS
+def require_matplotlib() -> None:
+    """Say that the plots cannot be drawn, before anything is run for them.
 
-
-def _figure(num: int, draw: Callable[[list[Axes]], None]) -> str:
-    """One figure of `num` axes, three in a row."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
+    Raises:
+        TrtspecError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
         raise TrtspecError(
             "the page's plots need matplotlib, which is not installed",
             where="--report",
             fix="pip install 'trtspec[plots]', or write .json or .xml",
-        ) from error
-    columns = min(3, num)
-    rows = -(-num // columns)
-    figure = Figure(figsize=(3.9 * columns if num > 1 else 7.8, 2.3 * rows if num > 1 else 2.9), layout="constrained")
-    axes = [figure.add_subplot(rows, columns, number + 1) for number in range(num)]
-    for each in axes:
-        each.spines[["top", "right"]].set_visible(False)
-        each.tick_params(labelsize=8, colors=_INK)
+        )
+
+
+def plots(check: Check, settings: Mapping[str, Any], prefix: str = "") -> Iterator[Plot]:
+    """Each plot that the check has series for.
+
+    Args:
+        check: the check.
+        settings: those of the report.
+        prefix: what the ids inside the SVG begin with, another one for each check of a page.
+
+    Raises:
+        TrtspecError: matplotlib is not installed.
+    """
+    data, numbers = check.data, count(1)
+
+    def image(label: str, size: tuple[float, float], draw: Callable[..., None], *given: Any) -> str:
+        return _image(label, size, f"{prefix}p{next(numbers)}-", lambda axes: draw(axes, *given))
+
+    if histograms := [name for name in data if _is_histogram(name) and sum(data[name]) >= _FEWEST]:
+        yield Plot(
+            "Transforms of the emitted tokens. If the subject samples from the reference, all bars of a histogram are "
+            "as high as the line, up to chance. Bars outside the band are red: about one in 100 of a right subject, "
+            "so a few mean nothing, and the verdict comes from the tests.",
+            tuple(image(name, _SMALL, _draw_histogram, name, data[name]) for name in histograms),
+        )
+    if draws := {name: bins for name, bins in data.items() if name.startswith(_COUNTS) and bins}:
+        yield Plot(
+            "How often the first tokens came (bars), and how often the reference lets them come (lines, with the "
+            "range of 99 of 100 right subjects). The most probable token is on the left, all rare ones together on "
+            "the right.",
+            tuple(image(name, _SMALL, _draw_counts, name, bins) for name, bins in draws.items()),
+        )
+    regrets, tolerance = data.get("regrets", ()), settings.get("tolerance")
+    if others := sum(regret > 0 for row in regrets for regret in row):
+        yield Plot(
+            f"Regret of the {others} of {sum(map(len, regrets))} tokens that are not the reference's own choice: its "
+            "largest logit minus its logit for the emitted token. Below the tolerance rounding decided (a tie); above "
+            "it the token is wrong.",
+            (image("regrets", _WIDE, _draw_regrets, regrets, tolerance),),
+        )
+    if places := data.get("accepted_per_place"):
+        yield Plot(
+            "How many tokens the passes of the target emitted, greedily: each bar is the share of passes with at "
+            "least so many.",
+            (image("tokens a pass", _WIDE, _draw_survival, places),),
+        )
+    if rows := data.get("acceptance by place"):
+        yield Plot(
+            "How often a draft token was accepted where those before it were, by its place in the pass, when sampling "
+            "(with 95 % confidence).",
+            (image("acceptance", _WIDE, _draw_acceptance, rows),),
+        )
+
+
+def _is_histogram(name: str) -> bool:
+    return name.split(", ")[0] in _ORDERS
+
+
+def _image(label: str, size: tuple[float, float], prefix: str, draw: Callable[[Axes], None]) -> str:
+    """An SVG element that can stand in a page beside others."""
+    require_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8, colors=_INK)
     draw(axes)
     text = io.StringIO()
     # Fonts stay the reader's, and the same report gives the same bytes.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "parity"}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     svg = text.getvalue()
-    return svg[svg.index("<svg") :]
+    svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    svg = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{prefix}", svg)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
 
 
-def _draw_histograms(axes: Sequence[Axes], data: Mapping[str, Any], names: Sequence[str]) -> None:
+def _draw_histogram(axes: Axes, name: str, counts: Sequence[int]) -> None:
     from scipy import stats
 
-    for each, name in zip(axes, names, strict=True):
-        order, _, group = name.partition(", ")
-        counts, total = data[name], sum(data[name])
-        bins = len(counts)
-        low, high = stats.binom.interval(0.99, total, 1 / bins)
-        outside = [_BAD if not low <= count <= high else _BAR for count in counts]
-        each.axhspan(low, high, color=_BAND, zorder=0)
-        each.bar([(i + 0.5) / bins for i in range(bins)], counts, width=0.92 / bins, color=outside)
-        each.set_title(f"{group} ({total})", fontsize=9, color=_INK)
-        each.set_xlabel(f"transform, {_ORDERS[order]}", fontsize=8)
-        each.set_ylabel("tokens", fontsize=8)
-        each.set_xlim(0, 1)
+    order, _, group = name.partition(", ")
+    bins, total = len(counts), sum(counts)
+    low, high = stats.binom.interval(0.99, total, 1 / bins)
+    axes.axhspan(low, high, color=_BAND, zorder=0)
+    axes.axhline(total / bins, color=_INK, lw=0.8, ls=":")
+    colours = [_BAR if low <= num <= high else _BAD for num in counts]
+    axes.bar([(i + 0.5) / bins for i in range(bins)], counts, width=0.92 / bins, color=colours)
+    axes.set_title(f"{group} ({total})", fontsize=9, color=_INK)
+    axes.set_xlabel(f"transform, {_ORDERS[order]}", fontsize=8)
+    axes.set_ylabel("tokens", fontsize=8)
+    axes.set_xlim(0, 1)
 
 
-def _draw_regrets(axes: Axes, data: Mapping[str, Any], regrets: Sequence[Sequence[float]], tolerance: Any) -> None:
-    for number, row in zip(data.get("prompts", range(len(regrets))), regrets, strict=False):
-        wrong = [(i, regret) for i, regret in enumerate(row) if regret > 0]
-        axes.plot([i for i, _ in wrong], [r for _, r in wrong], "o", ms=4, label=f"prompt {number}", alpha=0.8)
-    longest = max((len(row) for row in regrets), default=1)
+def _draw_counts(axes: Axes, name: str, bins: Sequence[Sequence[float]]) -> None:
+    """Each bin is an observed and an expected number."""
+    from scipy import stats
+
+    total = sum(observed for observed, _ in bins)
+    for place, (observed, expected) in enumerate(bins):
+        low, high = stats.binom.interval(0.99, total, min(1.0, expected / total))
+        axes.bar(place, observed, width=0.8, color=_BAR if low <= observed <= high else _BAD)
+        axes.errorbar(place, expected, xerr=0.4, color=_INK, lw=1)
+        axes.errorbar(place, expected, yerr=[[expected - low], [high - expected]], color=_INK, lw=1, capsize=2)
+    axes.set_title(f"prompt {name.removeprefix(_COUNTS)} ({total:.0f} answers)", fontsize=9, color=_INK)
+    axes.set_xlabel("first token, most probable first", fontsize=8)
+    axes.set_ylabel("answers", fontsize=8)
+    axes.set_xticks([])
+
+
+def _draw_regrets(axes: Axes, regrets: Sequence[Sequence[float]], tolerance: float | None) -> None:
+    limit = float("inf") if tolerance is None else tolerance
+    wrong = [(i, regret) for row in regrets for i, regret in enumerate(row) if regret > 0]
+    for marker, colour, kind, points in (
+        ("o", _BAR, "tie", [(i, regret) for i, regret in wrong if regret <= limit]),
+        ("x", _BAD, "wrong token", [(i, regret) for i, regret in wrong if regret > limit]),
+    ):
+        if points:
+            axes.plot(*zip(*points, strict=True), marker, ms=5, color=colour, label=f"{kind} ({len(points)})")
+    sizes = [regret for _, regret in wrong]
     if tolerance is not None:
-        axes.axhline(tolerance, color=_BAD, lw=1, ls="--")
-        axes.text(longest, tolerance, "tolerance ", fontsize=8, color=_BAD, ha="right", va="bottom")
-    exact = sum(regret <= 0 for row in regrets for regret in row)
-    total = sum(len(row) for row in regrets)
-    axes.set_title(f"{exact} of {total} tokens are the reference's own choice (regret 0, not drawn)", fontsize=9)
-    axes.set_xlim(-1, longest)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("position in the answer", fontsize=8)
+        axes.axhline(tolerance, color=_INK, lw=1, ls="--", label=f"tolerance {tolerance:g}")
+        sizes.append(tolerance)
+    axes.set_xlim(-1, max(map(len, regrets)))
+    axes.set_yscale("log")
+    axes.set_ylim(min(sizes) / 3, max(sizes) * 3)
+    axes.yaxis.set_major_formatter(lambda value, place: f"{value:g}")
+    axes.minorticks_off()
+    axes.set_xlabel("position in the answer, from 0", fontsize=8)
     axes.set_ylabel("regret in logits", fontsize=8)
-    if any(regret > 0 for row in regrets for regret in row):
-        axes.legend(fontsize=7, frameon=False, ncols=2)
+    axes.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3)
 
 
 def _draw_survival(axes: Axes, counts: Sequence[int]) -> None:
-    shares = [count / counts[0] for count in counts]
-    axes.bar(range(1, len(counts) + 1), shares, color=_BAR, width=0.7)
-    for i, share in enumerate(shares, 1):
-        axes.text(i, share, f"{share:.0%}", ha="center", va="bottom", fontsize=8, color=_INK)
-    axes.set_ylim(0, 1.12)
-    axes.set_xticks(range(1, len(counts) + 1))
+    _draw_shares(axes, [(place, num / counts[0], "") for place, num in enumerate(counts, 1)])
     axes.set_xlabel("tokens emitted by a pass, at least", fontsize=8)
     axes.set_ylabel(f"share of {counts[0]} passes", fontsize=8)
 
@@ -125,10 +200,20 @@ def _draw_survival(axes: Axes, counts: Sequence[int]) -> None:
 def _draw_acceptance(axes: Axes, rows: Sequence[Sequence[float]]) -> None:
     for place, num, share in rows:
         error = 1.96 * (share * (1 - share) / max(1, num)) ** 0.5
-        axes.bar(place + 1, share, color=_BAR, width=0.7)
-        axes.errorbar(place + 1, share, yerr=error, color=_INK, lw=1, capsize=3)
-        axes.text(place + 1.08, share, f" {share:.0%} of {num:.0f}", ha="left", va="bottom", fontsize=8, color=_INK)
-    axes.set_ylim(0, 1.12)
-    axes.set_xticks([int(row[0]) + 1 for row in rows])
+        ends = [[min(error, share)], [min(error, 1 - share)]]
+        axes.errorbar(place + 1.25, share, yerr=ends, color=_INK, lw=1, capsize=2)
+    _draw_shares(axes, [(int(place) + 1, share, f" of {num:.0f}") for place, num, share in rows])
     axes.set_xlabel("draft token", fontsize=8)
-    axes.set_ylabel("accepted, if those before were", fontsize=8)
+    axes.set_ylabel("accepted", fontsize=8)
+
+
+def _draw_shares(axes: Axes, bars: Sequence[tuple[int, float, str]]) -> None:
+    """Bars of shares of 1 at their places, with labels where there is room for them."""
+    places = [place for place, _, _ in bars]
+    axes.bar(places, [share for _, share, _ in bars], color=_BAR, width=0.7)
+    if len(bars) <= _MOST:
+        for place, share, more in bars:
+            axes.text(place - 0.05, share, f"{share:.0%}{more}", ha="center", va="bottom", fontsize=8, color=_INK)
+        axes.set_xticks(places)
+    axes.set_ylim(0, 1.12)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])

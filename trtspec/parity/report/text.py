@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import textwrap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from trtspec.parity.report.advice import advice
-from trtspec.parity.result import Check, Choice, Report, Verdict
+from trtspec.parity.report.advice import advice, advice_undecided
+from trtspec.parity.result import Check, Choice, Part, Report, Verdict
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+_REPRODUCE = "  reproduce: "
+_UNPRINTABLE = re.compile("[^\t\n\r\u0020-\u007e\u00a0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _COLOURS = {
     Verdict.PASS: "green",
     Verdict.TIE: "green",
@@ -30,28 +35,53 @@ def check_line(check: Check) -> str:
 
 
 def finding_lines(check: Check, part: str | None = None) -> list[str]:
-    """Each difference of a check, or of one part of it: where, what, what to do, and how to see it again."""
-    lines = []
+    """Each difference of a check, or of one part of it: where, what, what to do, and how to see it again.
+
+    What to do is said once for differences of one kind that follow each other.
+    """
+    lines, said = [], ""
     for finding in check.findings:
         if part is not None and finding.part != part:
             continue
         name = check.name if finding.part is None else f"{check.name}:{finding.part}"
         where = "" if finding.prompt is None else f" prompt {finding.prompt}, token {finding.position}:"
-        tokens = f"; took {_shown(finding.chosen)}, reference {_shown(finding.expected)}" if finding.chosen else ""
-        lines.append(f"{check.subject}, {name}: {finding.verdict.value}:{where} {finding.problem}{tokens}")
-        if next_step := advice(check, finding):
+        tokens = f"; took {shown(finding.chosen)}, reference {shown(finding.expected)}" if finding.chosen else ""
+        line = f"{check.subject}, {name}: {finding.verdict.value}:{where} {finding.problem}{tokens}"
+        lines.append(printable(" ".join(line.splitlines())))
+        if (next_step := advice(check, finding)) and next_step != said:
             lines.append(f"  next: {next_step}")
-        lines.append(f"  reproduce: {finding.reproduce}")
+            said = next_step
+        if finding.reproduce:
+            lines.append(f"{_REPRODUCE}{finding.reproduce}")
     return lines
 
 
 def part_lines(check: Check) -> list[str]:
-    """The parts of a check that say more than its verdict: those that did not pass."""
+    """What says more than the line of a check: parts that did not pass, and what lets the undecided decide."""
+    lines = [f"  next: {next_step}"] if (next_step := advice_undecided(check)) else []
+    for part in _telling(check):
+        lines.append(f"  {check.name}:{part.name}: {part.verdict.value}: {part.evidence}")
+        if next_step := advice_undecided(check, part):
+            lines.append(f"    next: {next_step}")
+    return lines
+
+
+def wrapped(lines: Sequence[str], width: int) -> list[str]:
+    """Lines for a terminal of so many columns. A command stays in one, so that it can be copied."""
     return [
-        f"  {check.name}:{part.name}: {part.verdict.value}: {part.evidence}"
-        for part in check.parts
-        if part.verdict not in (Verdict.PASS, Verdict.TIE)
+        short
+        for line in lines
+        for short in (
+            [line]
+            if line.startswith(_REPRODUCE)
+            else textwrap.wrap(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+        )
     ]
+
+
+def printable(text: str) -> str:
+    """Text without characters that steer a terminal, or that XML and HTML cannot hold."""
+    return _UNPRINTABLE.sub("\ufffd", text)
 
 
 def headline(report: Report) -> str:
@@ -70,8 +100,8 @@ def outcome(report: Report) -> str:
     words = [", ".join(f"{number} {verdict.value}" for verdict, number in counts.items() if number)]
     if ties := sum(finding.verdict == Verdict.TIE for check in report.checks for finding in check.findings):
         words.append(f"{ties} rounding tie{'s' * (ties > 1)}, listed")
-    if seen := [check.detectable for check in report.checks if check.detectable is not None]:
-        words.append(f"a total variation of {min(seen):.2f} would have been found with probability 95 %")
+    if not report.failed and (seen := _detectable(report)) is not None:
+        words.append(f"a total variation of {seen:.2f} would have been found with probability 95 %")
     return "; ".join(words)
 
 
@@ -81,29 +111,33 @@ def summary_line(report: Report) -> str:
 
 
 def table(report: Report) -> Table:
-    """The checks for a terminal."""
+    """The checks for a terminal, 80 columns and more: of parts, those that did not pass."""
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    result = Table(title=f"parity of {report.name}", title_justify="left")
-    for heading in ("subject", "check", "verdict", "evidence", "s"):
-        result.add_column(heading, justify="right" if heading == "s" else "left")
+    result = Table(title=f"parity of {report.name}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    result.add_column("check", no_wrap=True)
+    result.add_column("verdict", min_width=len(Verdict.INCONCLUSIVE.value))
+    result.add_column("evidence")
+    result.add_column("s", justify="right", no_wrap=True)
+
+    def add(name: str, whole: Check | Part, next_step: str, seconds: str = "") -> None:
+        evidence = Text.assemble((whole.hypothesis, "dim"), "\n", whole.evidence)
+        if next_step:
+            evidence.append(f"\nnext: {next_step}")
+        verdict = Text(whole.verdict.value, style=_COLOURS[whole.verdict])
+        result.add_row(Text(name), verdict, evidence, seconds)
+
+    subject = None
     for check in report.checks:
-        result.add_row(
-            check.subject,
-            Text.assemble(check.name, "\n", (check.hypothesis, "dim")),
-            Text(check.verdict.value, style=_COLOURS[check.verdict]),
-            Text(check.evidence),
-            f"{check.seconds:.1f}",
-        )
-        for part in check.parts:
-            result.add_row(
-                "",
-                Text(f"  {part.name}"),
-                Text(part.verdict.value, style=_COLOURS[part.verdict]),
-                Text(part.evidence),
-                "",
-            )
+        if check.subject != subject:
+            subject = check.subject
+            result.add_section()
+            result.add_row(Text(subject, style="bold"))
+        add(f" {check.name}", check, advice_undecided(check), f"{check.seconds:.1f}")
+        for part in _telling(check):
+            add(f"  {part.name}", part, advice_undecided(check, part))
     return result
 
 
@@ -112,8 +146,23 @@ def to_json(report: Report, indent: int | None = None) -> str:
     return json.dumps(_finite(report.as_dict()), ensure_ascii=False, indent=indent)
 
 
-def _shown(choice: Choice | None) -> str:
+def shown(choice: Choice | None) -> str:
+    """A token with its text, quoted so that blanks are seen, and the reference's logit for it."""
     return "nothing" if choice is None else f"{choice.id} {choice.text!r} (logit {choice.logit:.4f})"
+
+
+def _telling(check: Check) -> list[Part]:
+    """The parts that say more than the verdict of the check."""
+    return [part for part in check.parts if part.verdict not in (Verdict.PASS, Verdict.TIE)]
+
+
+def _detectable(report: Report) -> float | None:
+    """The total variation that would have been found in every subject whose sampling was checked."""
+    best: dict[str, float] = {}
+    for check in report.checks:
+        if check.detectable is not None:
+            best[check.subject] = min(check.detectable, best.get(check.subject, 1.0))
+    return max(best.values(), default=None)
 
 
 def _finite(value: Any) -> Any:
