@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trtspec.cli.common import config_argument, load, set_option
+from trtspec.cli.common import load, set_option
 from trtspec.errors import EXIT_PARITY_FAILED
 
 if TYPE_CHECKING:
@@ -19,10 +18,12 @@ if TYPE_CHECKING:
 
     from trtspec.parity.result import Check
     from trtspec.parity.suite import Observer
+    from trtspec.spec.schema import Spec
 
 SUBJECTS = ("checkpoint", "engines", "server", "engine-model", "runner", "trace")
 CHECKS = ("greedy", "sampled", "draws", "logits", "invariances", "rules", "degenerate")
 CHECKPOINT_CHECKS = ("format", "logits", "layers")
+_REMOTE = {"server", "engine-model"}
 
 
 def _check_names(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
@@ -44,7 +45,7 @@ def _check_names(ctx: click.Context, option: click.Parameter, values: tuple[str,
     epilog="See also: trtspec parity diff A B (where two traces part), trtspec parity replay TRACE (verdicts from a "
     "trace alone)."
 )
-@config_argument
+@click.argument("config", type=click.Path(path_type=Path), required=False)
 @set_option
 @click.option(
     "--subject",
@@ -55,7 +56,18 @@ def _check_names(ctx: click.Context, option: click.Parameter, values: tuple[str,
     "of this spec if it is running]. engine-model is the server's target model, asked directly; runner is "
     "TensorRT-LLM's, on a GPU host; trace is a recorded run.",
 )
-@click.option("--url", help="host:port of the server's gRPC; implies that the server is checked.")
+@click.option(
+    "--url",
+    help="host:port of the server's gRPC; implies that the server is checked. Without CONFIG it is one that trtspec "
+    "serve started here, or, with --target, any with the tensors of upstream's repository.",
+)
+@click.option(
+    "--target",
+    metavar="MODEL",
+    help="Without CONFIG: the model that the server at --url has to answer like, as target.model of a spec: a "
+    "directory, a hub name or package:NAME. What the server computes in is the model's own type, unless said otherwise "
+    "with --set target.dtype=bfloat16.",
+)
 @click.option(
     "--trace", type=click.Path(path_type=Path, dir_okay=False), help="Trace that --subject trace answers from."
 )
@@ -85,10 +97,11 @@ def _check_names(ctx: click.Context, option: click.Parameter, values: tuple[str,
 @click.pass_context
 def parity(
     ctx: click.Context,
-    config: Path,
+    config: Path | None,
     overrides: tuple[str, ...],
     subjects: tuple[str, ...],
     url: str | None,
+    target: str | None,
     trace: Path | None,
     prompts: Path | None,
     num_prompts: int | None,
@@ -101,11 +114,19 @@ def parity(
     as_json: bool,
     report: Path | None,
 ) -> None:
-    """Check that what was built from CONFIG answers as the reference sampler does.
+    """Check that what was built from CONFIG, or a server without it, answers as the reference sampler does.
 
     Returns 0 if it does (rounding ties are shown and pass), 3 if a check found a fault, 1 if it could not be checked.
     """
-    if url and subjects and not {"server", "engine-model"} & set(subjects):
+    if target and config:
+        raise click.UsageError("--target is for a server without a spec, and CONFIG names the target itself")
+    if not config and not url:
+        raise click.UsageError("give CONFIG, or where a server is: --url HOST:PORT")
+    if not config and set(subjects) - _REMOTE:
+        raise click.UsageError(f"--subject {min(set(subjects) - _REMOTE)} needs CONFIG")
+    if target and if_changed:
+        raise click.UsageError("--if-changed compares what CONFIG built, and --target is without it")
+    if url and subjects and not _REMOTE & set(subjects):
         raise click.UsageError(f"--url says where a server is, but --subject {subjects[0]} does not check one")
     if trace and "trace" not in subjects:
         raise click.UsageError("--trace is what --subject trace answers from")
@@ -116,23 +137,15 @@ def parity(
         raise click.UsageError("--if-changed may show an earlier verdict, of which there is no report")
     given = {"num_prompts": num_prompts, "max_tokens": max_tokens, "prompts": prompts and prompts.resolve()}
     overrides += tuple(f"parity.{key}={value}" for key, value in given.items() if value is not None)
-    spec = load(config, overrides)
+    spec = _spec(config, url or "", target, overrides)
 
     from trtspec.parity import record
     from trtspec.parity import report as reports
     from trtspec.parity.report import text
-    from trtspec.parity.suite import Selection, plan, run, server_url
+    from trtspec.parity.suite import Selection, command, plan, run, server_url
 
     if report is not None:
         reports.check_path(report)
-
-    def reproduce(check: str, subject: str, number: int | None) -> str:
-        words = ["trtspec", "parity", str(config), "--subject", subject.split()[0], "--check", check]
-        words += [] if number is None else ["--prompt", str(number)]
-        words += ["--url", url] if url and subject in ("server", "engine-model") else []
-        words += ["--trace", str(trace)] if trace and subject == "trace" else []
-        words += ["--budget", budget] if budget and check == "sampled" else []
-        return shlex.join([*words, *(word for override in overrides for word in ("--set", override))])
 
     has_checkpoints = spec.engine.runtime == "tensorrt_llm"
     usual = (
@@ -142,6 +155,7 @@ def parity(
         subjects=subjects or (("server",) if url else usual),
         if_running=not subjects and not url,
         url=url,
+        target=target,
         checks=checks or (*CHECKS, *CHECKPOINT_CHECKS),
         prompt=prompt,
         budget=budget,
@@ -158,14 +172,17 @@ def parity(
     if selection.traces:
         selection.traces.mkdir(exist_ok=True)
     with _observer() as observer:
-        result = run(spec, selection, reproduce, observer)
+        result = run(spec, selection, command(str(config) if config else None, selection, overrides), observer)
+    lines = [line for check in result.checks for line in text.finding_lines(check)]
+    lines.append(text.summary_line(result))
     if sys.stdout.isatty():
         from rich.console import Console
 
-        Console().print(text.table(result))
-    for line in (line for check in result.checks for line in text.finding_lines(check)):
+        console = Console()
+        console.print(text.table(result))
+        lines = text.wrapped(lines, console.width)
+    for line in lines:
         click.echo(line)
-    click.echo(text.summary_line(result))
     if checked is not None and not result.failed:
         record.save(spec, checked, [*map(text.check_line, result.checks), text.summary_line(result)])
     if report is not None:
@@ -174,6 +191,15 @@ def parity(
     if as_json:
         click.echo(text.to_json(result))
     ctx.exit(EXIT_PARITY_FAILED if result.failed else 0)
+
+
+def _spec(config: Path | None, url: str, target: str | None, overrides: tuple[str, ...]) -> Spec:
+    """What CONFIG says; without it, what the server was built from, or what makes a model the reference."""
+    if config:
+        return load(config, overrides)
+    from trtspec.parity.served import spec_of_model, spec_of_server
+
+    return spec_of_model(target, overrides) if target else spec_of_server(url, overrides)
 
 
 class _Lines:

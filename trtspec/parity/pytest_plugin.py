@@ -1,14 +1,13 @@
-"""The parity suite as pytest tests: `pytest --trtspec-config config.yaml`.
+"""The parity suite as pytest tests: `pytest --trtspec-config config.yaml`, or `pytest --trtspec-url host:port`.
 
 Every check of every subject, and every part of one that has parts, is a test of its own, marked `parity` and
 `parity_CHECK`, so that `-m` and `-k` choose among them. A fault fails; what is not applicable is skipped, and so is
-what is inconclusive, unless `--trtspec-strict` is given. Loads nothing as long as no `--trtspec-config` is given.
+what is inconclusive, unless `--trtspec-strict` is given. Loads nothing as long as none of the two is given.
 """
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +30,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of the plugin."""
     group = parser.getgroup("trtspec", "parity of speculative decoding")
     group.addoption("--trtspec-config", metavar="CONFIG", help="Spec whose engines, or server, are checked.")
-    group.addoption("--trtspec-url", metavar="HOST:PORT", help="gRPC of the server to check, with --trtspec-config.")
+    group.addoption(
+        "--trtspec-url",
+        metavar="HOST:PORT",
+        help="gRPC of the server to check: of the spec, of what trtspec serve started here, or with --trtspec-target.",
+    )
+    group.addoption(
+        "--trtspec-target",
+        metavar="MODEL",
+        help="Without a spec: the model that the server at the URL has to answer like, as target.model of a spec.",
+    )
     group.addoption(
         "--trtspec-subject",
         metavar="NAME",
@@ -51,37 +59,46 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "parity: a check of the trtspec parity suite")
     for name in _CHECKS:
         config.addinivalue_line("markers", f"parity_{name}: the check {name} of the trtspec parity suite")
-    if config.getoption("--trtspec-url") and not config.getoption("--trtspec-config"):
-        raise pytest.UsageError(
-            "--trtspec-url needs --trtspec-config: the reference is the target model that the spec names"
-        )
+    if config.getoption("--trtspec-target"):
+        if config.getoption("--trtspec-config"):
+            raise pytest.UsageError("--trtspec-target is for a server without a spec, which names the target itself")
+        if not config.getoption("--trtspec-url"):
+            raise pytest.UsageError("--trtspec-target needs --trtspec-url: where the server is")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m and -k choose
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Adds the checks."""
-    if path := config.getoption("--trtspec-config"):
+    if given := config.getoption("--trtspec-config") or config.getoption("--trtspec-url"):
         try:
-            items.extend(SpecFile.from_parent(session, path=Path(path).absolute()).collect())
+            items.extend(SpecFile.from_parent(session, path=Path(given).absolute()).collect())
         except TrtspecError as error:
             raise pytest.UsageError(str(error)) from error
 
 
 class SpecFile(pytest.File):
-    """A spec, whose checks are tests."""
+    """A spec, or a server without one, whose checks are tests."""
 
     def collect(self) -> Iterator[CheckItem]:
         """A test for each check and part of each subject."""
         from trtspec.parity.checks import CHECKS
-        from trtspec.parity.suite import Selection, asked
+        from trtspec.parity.served import spec_of_model, spec_of_server
+        from trtspec.parity.suite import Selection, asked, command
+        from trtspec.parity.workbench import REMOTE
         from trtspec.spec.load import load_spec
 
         option = self.config.getoption
-        spec = load_spec(Path(option("--trtspec-config")), tuple(option("--trtspec-set")))
-        url = option("--trtspec-url")
+        overrides, url, target = tuple(option("--trtspec-set")), option("--trtspec-url"), option("--trtspec-target")
         subjects = tuple(option("--trtspec-subject")) or (("server",) if url else ("engines",))
-        selection = Selection(subjects=subjects, url=url, budget=option("--trtspec-budget"), checks=_CHECKS)
-        run = _Run(spec, selection)
+        if path := option("--trtspec-config"):
+            spec = load_spec(path, overrides)
+        elif needing := set(subjects) - set(REMOTE):
+            raise pytest.UsageError(f"--trtspec-subject {min(needing)} needs --trtspec-config")
+        else:
+            spec = spec_of_model(target, overrides) if target else spec_of_server(url, overrides)
+        budget = option("--trtspec-budget")
+        selection = Selection(subjects=subjects, url=url, target=target, budget=budget, checks=_CHECKS)
+        run = _Run(spec, selection, command(path, selection, overrides))
         self.session.config.add_cleanup(run.close)
         for subject in subjects:
             for name in asked(spec, selection):
@@ -138,8 +155,8 @@ class ParityFault(AssertionError):
 class _Run:
     """Models and subjects of all tests of one spec, opened when the first test needs them."""
 
-    def __init__(self, spec: Any, selection: Any) -> None:
-        self._spec, self._selection = spec, selection
+    def __init__(self, spec: Any, selection: Any, reproduce: Callable[[str, str, int | None], str]) -> None:
+        self._spec, self._selection, self._reproduce = spec, selection, reproduce
         self._session: Session | None = None
         self._opened: dict[str, tuple[Trial, Remembering]] = {}
         self._stack = ExitStack()
@@ -161,12 +178,6 @@ class _Run:
     def close(self) -> None:
         """Ends what was opened."""
         self._stack.close()
-
-    def _reproduce(self, check: str, subject: str, number: int | None) -> str:
-        words = ["trtspec", "parity", str(self._spec.source), "--subject", subject, "--check", check]
-        words += [] if number is None else ["--prompt", str(number)]
-        words += ["--url", self._selection.url] if self._selection.url else []
-        return shlex.join(words)
 
 
 class _Silent:

@@ -6,6 +6,7 @@ nor how a report looks.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,12 +23,14 @@ from trtspec.parity.draws import DRAWS
 from trtspec.parity.prompts import Prompt, read_prompts, spread
 from trtspec.parity.result import Check, Report, Verdict
 from trtspec.parity.sampled import SAMPLED
+from trtspec.parity.served import described
 from trtspec.parity.subjects import Answer, Query, Subject
 from trtspec.parity.trace import Recorder, Remembering
 from trtspec.parity.trial import Trial
 from trtspec.parity.workbench import (
     REMOTE,
     SERVER,
+    TRACE,
     Circumstances,
     Workbench,
     case_of,
@@ -35,6 +38,7 @@ from trtspec.parity.workbench import (
     samplings,
     tokenization_of,
 )
+from trtspec.parity.yardstick import Yardstick
 from trtspec.runtime.engine import EngineConfig
 from trtspec.spec.schema import Spec
 from trtspec.triton.server import state_dir_of
@@ -65,6 +69,7 @@ class Selection:
         subjects: names of `workbench.SUBJECTS`, and `checkpoint`.
         if_running: checks the server, too, if one of this spec is running, and says so if not.
         url: `host:port` of the server's gRPC, where it is not the spec's own.
+        target: the model that the spec was made around (`served.spec_of_model`), of whose target there is no engine.
         checks: names of checks, or `check:part`; those of checkpoints (`CHECKPOINT_CHECKS`) among them.
         prompt: line number of the only prompt; None takes `parity.num_prompts` of the file.
         budget: what the sampled check may cost, as text that `power.Budget` reads; None: what the spec says.
@@ -75,6 +80,7 @@ class Selection:
     subjects: tuple[str, ...]
     if_running: bool = False
     url: str | None = None
+    target: str | None = None
     checks: tuple[str, ...] = (*CHECKS, *CHECKPOINT_CHECKS)
     prompt: int | None = None
     budget: str | None = None
@@ -89,6 +95,29 @@ class Selection:
     def wanted(self, check: str, part: str) -> bool:
         """Whether a part of a check is run: named itself, or the check as a whole."""
         return check in self.checks or f"{check}:{part}" in self.checks
+
+
+def command(
+    config: str | None, selection: Selection, overrides: Sequence[str]
+) -> Callable[[str, str, int | None], str]:
+    """What writes the command that runs one check of one subject again, on one prompt (a line number) or all.
+
+    Args:
+        config: the spec file, where one was given.
+        selection: what was run.
+        overrides: values of `--set`.
+    """
+
+    def reproduce(check: str, subject: str, number: int | None) -> str:
+        words = ["trtspec", "parity", *([config] if config else []), "--subject", subject.split()[0], "--check", check]
+        words += [] if number is None else ["--prompt", str(number)]
+        words += ["--url", selection.url] if selection.url and subject in REMOTE else []
+        words += ["--target", selection.target] if selection.target else []
+        words += ["--trace", str(selection.trace)] if selection.trace and subject == TRACE else []
+        words += ["--budget", selection.budget] if selection.budget and check == SAMPLED else []
+        return shlex.join([*words, *(word for override in overrides for word in ("--set", override))])
+
+    return reproduce
 
 
 def run(
@@ -112,7 +141,7 @@ def run(
     subjects = subjects_of(spec, selection)
     checks: list[Check] = []
     settings: dict[str, Any] = {
-        "spec": str(spec.source),
+        "spec": "" if selection.target else str(spec.source),
         "target": spec.target.model,
         "method": spec.speculation.method,
         "prompts": str(spec.prompts_path),
@@ -131,7 +160,7 @@ def run(
             with session.opened(subject_name) as (trial, subject):
                 checks += [session.check(name, trial, subject) for name in session.names]
             if session.left_out:
-                checks.append(_lossy(subject_name))
+                checks.append(_left_out(SAMPLED, subject_name, session.left_out))
                 observer.finished(checks[-1])
     if selection.if_running and SERVER not in subjects:
         checks.append(_not_running(spec))
@@ -150,7 +179,7 @@ class Session:
 
     Attributes:
         subjects, names: of the subjects, and of the checks that are run on each.
-        left_out: whether checks are left out because sampled output is lossy by choice.
+        left_out: why statistical checks are left out, those of `asked` that are not in `names`; empty where none is.
         settings: what the checks are run with, for reports.
     """
 
@@ -162,14 +191,15 @@ class Session:
         reproduce: Callable[[str, str, int | None], str],
         observer: Observer,
     ) -> None:
-        configs = engine_configs(spec)
+        self._url = server_url(spec, selection)
+        configs = {"target": described(spec, self._url or "")} if selection.target else engine_configs(spec)
         observer.started("reference", "loading the models")
         self.subjects = subjects_of(spec, selection)
         self._selection, self._prompts, self._observer = selection, prompts, observer
-        self._workbench, self._url = Workbench(spec, configs), server_url(spec, selection)
-        wished, lossy = asked(spec, selection), is_lossy(configs["target"])
-        self.names = [name for name in wished if not (lossy and CHECKS[name].statistical)]
-        self.left_out = len(self.names) < len(wished)
+        self._workbench = Workbench(spec, configs)
+        wished, why = asked(spec, selection), _why_no_statistics(configs["target"], self._workbench.yardstick)
+        self.names = [name for name in wished if not (why and CHECKS[name].statistical)]
+        self.left_out = why if len(self.names) < len(wished) else ""
         self._given = _circumstances(spec, selection, len(self.subjects), self.names, reproduce, observer)
         self._models = {role: config.stamp.get("source_fingerprint") for role, config in configs.items()}
         self.settings: dict[str, Any] = {
@@ -194,7 +224,9 @@ class Session:
             yield trial, Remembering(_Counting(subject), recorder)
 
     def check(self, name: str, trial: Trial, subject: Remembering) -> Check:
-        """Run one check."""
+        """Run one check; one that is left out is not applicable."""
+        if self.left_out and name not in self.names:
+            return _left_out(name, subject.name, self.left_out)
         self._observer.started(name, subject.name)
         begin, before = time.monotonic(), subject.tokens
         result = CHECKS[name].run(trial, subject)
@@ -377,13 +409,26 @@ def is_lossy(target: EngineConfig) -> bool:
     return (target.stamp.get("speculation") or {}).get("lossless") is False
 
 
-def _lossy(subject: str) -> Check:
+def _why_no_statistics(target: EngineConfig, yardstick: Yardstick) -> str:
+    """Why draws of the target say nothing about how it was drawn; empty where they do."""
+    if is_lossy(target):
+        return "lossy: the engine was built with typical acceptance, which favours likely tokens"
+    if yardstick.rounds_activations:
+        return (
+            f"the target's activations are rounded ({yardstick.precision}), so that its distribution is known only "
+            "within what rounding does; whether drafts are accepted by the rule shows on the same spec with "
+            "target.quantization: none and target.kv_cache_dtype: auto"
+        )
+    return ""
+
+
+def _left_out(name: str, subject: str, why: str) -> Check:
     return Check(
-        name=SAMPLED,
+        name=name,
         subject=subject,
         hypothesis="sampled tokens follow the distribution of the reference",
         verdict=Verdict.NOT_APPLICABLE,
-        evidence="lossy: the engine was built with typical acceptance, which favours likely tokens",
+        evidence=why,
     )
 
 

@@ -24,6 +24,7 @@ from trtspec.errors import TrtspecError
 from trtspec.models.source import ModelSource
 from trtspec.parity.prompts import Prompt
 from trtspec.parity.sampled import PENALISED
+from trtspec.parity.served import UNKNOWN
 from trtspec.parity.subjects import Subject
 from trtspec.parity.subjects.engine_model import EngineModel
 from trtspec.parity.subjects.in_process import InProcess
@@ -41,6 +42,7 @@ from trtspec.runtime.torch_runtime import TorchRuntime
 from trtspec.spec.schema import Spec
 from trtspec.triton.client import Client
 from trtspec.triton.models.tokenization import Tokenization
+from trtspec.trtllm.checkpoint import FP8, INT8_SQ
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
 ENGINES, SERVER, ENGINE_MODEL, RUNNER, TRACE = "engines", "server", "engine-model", "runner", "trace"
 SUBJECTS = (ENGINES, SERVER, ENGINE_MODEL, RUNNER, TRACE)
 REMOTE = (SERVER, ENGINE_MODEL)  # behind a server
+BY_ACTIVATION = {"fp8": FP8, "int8": INT8_SQ}  # type of activations -> whose budget holds for what they are rounded to
 
 
 @dataclass(frozen=True)
@@ -101,8 +104,7 @@ class Workbench:
         """The reference."""
         parity, target, method = self._spec.parity, self._configs["target"], self._method
         proposers = method.proposers(self._configs) if method else ()
-        reference, precision = self._reference()
-        given = parity.tolerance
+        reference, precision, tolerance = self._reference()
         return Yardstick(
             target=reference,
             draft=EngineLogits(self._configs[proposers[0]]) if proposers else None,
@@ -110,7 +112,7 @@ class Workbench:
             end_ids=target.eos_token_ids,
             decode=self._tokenization.decode,
             piece=partial(_piece, self._source.tokenizer()),
-            tolerance=tolerance_of(precision, self.reference_dtype) if given is None else given,
+            tolerance=tolerance if parity.tolerance is None else parity.tolerance,
             precision=precision,
         )
 
@@ -139,27 +141,42 @@ class Workbench:
     @property
     def num_draft_tokens(self) -> int:
         """Draft tokens a cycle; 0 where the engine drafts by itself, and is not told how much."""
-        asked = self._spec.parity.num_draft_tokens
-        number = self._spec.default_num_draft_tokens if asked is None else asked
-        return number if self._method else 0
+        asked, target = self._spec.parity.num_draft_tokens, self._configs["target"]
+        foreign = target.runtime == UNKNOWN
+        usual = target.stamp["num_draft_tokens"] if foreign else self._spec.default_num_draft_tokens
+        return (usual if asked is None else asked) if foreign or self._method else 0
 
     @property
     def reference_dtype(self) -> str:
-        """Type in which the reference computes."""
-        dtype = self._spec.target.dtype
-        return dtype if self._spec.parity.reference_dtype == "subject" else "float32"
+        """Type in which the reference computes; a quantised checkpoint is executed in float32."""
+        own = self._spec.parity.reference_dtype == "subject" and not self._is_quantized
+        return self._spec.target.dtype if own else "float32"
 
-    def _reference(self) -> tuple[Logits, str]:
-        """What the target has to answer, and the precision in which the subject computes it.
+    @property
+    def _is_quantized(self) -> bool:
+        """Whether the engine was made from a quantised checkpoint."""
+        target = self._configs["target"]
+        quantization = target.pretrained.get("quantization") or {}
+        return target.runtime != "torch" and any(quantization.get(key) for key in ("quant_algo", "kv_cache_quant_algo"))
+
+    def _reference(self) -> tuple[Logits, str, float]:
+        """What the target has to answer, the precision in which the subject computes it, and the tolerance for that.
 
         As its model does, or, where that is quantised, as its checkpoint does: how far the checkpoint is from the model
         is the matter of its own checks.
         """
-        target, dtype = self._configs["target"], self._spec.target.dtype
-        quantization = target.pretrained.get("quantization", {})
-        if target.runtime != "torch" and any(quantization.get(key) for key in ("quant_algo", "kv_cache_quant_algo")):
-            return EngineLogits(target), dtype
-        return ReferenceSampler(self._source, self.reference_dtype), dtype
+        dtype = self._spec.target.dtype
+        if self._is_quantized:
+            executed = EngineLogits(self._configs["target"])
+            precision = next((BY_ACTIVATION[kind] for kind in sorted(executed.activations)), dtype)
+            return executed, precision, tolerance_of(dtype, activations=executed.activations)
+        if self._source.is_quantized:
+            raise TrtspecError(
+                f"the weights of {self._source.name} are published quantised, and the reference does not execute those",
+                where=str(self._source.path),
+                expected="the model that they were made from, or an engine that trtspec quantised",
+            )
+        return ReferenceSampler(self._source, self.reference_dtype), dtype, tolerance_of(dtype, self.reference_dtype)
 
     def case(self, prompt: Prompt) -> Case:
         """A prompt with the chat template applied, as text and as ids."""
@@ -252,10 +269,14 @@ class EngineLogits:
 
     Args:
         config: of the engine.
+
+    Attributes:
+        activations: types that the engine rounds inputs of layers, keys or values to.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         loaded = map_weights(config)
+        self.activations = {quantizer.kind for quantizer in loaded.activations.values() if quantizer.kind}
         self._model = Llama(config.model, loaded.weights, activations=loaded.activations)
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +26,32 @@ DEFAULT_URL = "127.0.0.1:8001"
 STREAMING_MODEL = "tensorrt_llm_bls"
 UNARY_MODEL = "tensorrt_llm_bls_unary"
 CONTROL_KEY = "trtspec-control"  # name of the header that carries a server's control key
-_CONTROL_TIMEOUT_S = 10.0  # for calls that do not generate
+CONTROL_TIMEOUT_S = 10.0  # for calls that do not generate
+CHANNEL_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    # A server that is still starting is asked again soon, not after gRPC's growing pauses.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+)
 
 
 class ServerGone(TrtspecError):
     """Nobody answers at the address, or no longer."""
+
+
+class ServerError(TrtspecError):
+    """The server answered with an error, or not in time.
+
+    Attributes:
+        message: its own words, on one line.
+        status: gRPC's name of the kind of error, such as INVALID_ARGUMENT; None if the server does not tell.
+    """
+
+    def __init__(self, problem: str, *, where: str, message: str, status: str | None, fix: str | None = None) -> None:
+        super().__init__(problem, where=where, fix=fix)
+        self.message = message
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -108,6 +129,7 @@ class ModelInfo:
         inputs, outputs: names of its tensors.
         chat_template: the model's chat template (jinja2), or None.
         special_tokens: names that the template may use, such as bos_token -> text.
+        parameters: all its parameters, by name.
     """
 
     batched: bool
@@ -116,6 +138,7 @@ class ModelInfo:
     outputs: frozenset[str]
     chat_template: str | None
     special_tokens: dict[str, str]
+    parameters: dict[str, str] = field(default_factory=dict)
 
 
 class Client:
@@ -131,14 +154,7 @@ class Client:
         from tritonclient.grpc import service_pb2_grpc
 
         self.url = url
-        options = [
-            ("grpc.enable_http_proxy", 0),
-            # A server that is still starting is asked again soon, not after gRPC's growing pauses.
-            ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.min_reconnect_backoff_ms", 100),
-            ("grpc.max_reconnect_backoff_ms", 500),
-        ]
-        self._channel = grpc.insecure_channel(url, options=options)
+        self._channel = grpc.insecure_channel(url, options=CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._control = [(f"triton-grpc-protocol-{CONTROL_KEY}", control_key)]
         self._info: dict[str, ModelInfo] = {}
@@ -200,8 +216,9 @@ class Client:
 
         model = model or (STREAMING_MODEL if stream else UNARY_MODEL)
         info = self.info(model)
-        request = self._request(
+        request = generation_request(
             model,
+            info,
             text_input=prompt,
             max_tokens=max_tokens,
             min_tokens=min_tokens,
@@ -220,26 +237,17 @@ class Client:
             stream=stream if "stream" in info.inputs else None,
             exclude_input_in_output=exclude_input,
         )
-        started = time.monotonic()
-        first_text_at = None
-        outputs: dict[str, Any] = {}
+        reader = ChunkReader(info, log_probs)
         responses = self._stream(request, timeout_s) if info.decoupled else self._unary(request, timeout_s)
         try:
             for response in responses:
-                received = _outputs(response)
-                outputs |= received
-                text, ids = received.get("text_output", ""), received.get("output_ids")
-                scores = received.get("output_log_probs") if log_probs else None
-                if text and first_text_at is None:
-                    first_text_at = time.monotonic()
-                if response.parameters["triton_final_response"].bool_param or not info.decoupled:
-                    first = None if first_text_at is None else first_text_at - started
-                    yield Chunk(text, ids, _stats(outputs, time.monotonic() - started, first), scores)
+                chunk = reader.read(response)
+                yield chunk
+                if chunk.stats is not None:
                     return
-                yield Chunk(text, ids, log_probs=scores)
-            raise TrtspecError("the server ended the answer before it was complete", where=self.url)
+            raise incomplete(self.url)
         except grpc.RpcError as error:
-            raise self._explain(error, timeout_s, after_text=first_text_at is not None) from error
+            raise self._explain(error, timeout_s, after_text=reader.had_text) from error
         finally:
             responses.close()
 
@@ -280,7 +288,7 @@ class Client:
                     yield {output.name: result.as_numpy(output.name) for output in response.outputs}
                 if response.parameters["triton_final_response"].bool_param or not decoupled:
                     return
-            raise TrtspecError("the server ended the answer before it was complete", where=self.url)
+            raise incomplete(self.url)
         except grpc.RpcError as error:
             raise self._explain(error, timeout_s) from error
         finally:
@@ -314,17 +322,9 @@ class Client:
         from tritonclient.grpc import service_pb2
 
         if model not in self._info:
-            with self._explained(_CONTROL_TIMEOUT_S):
-                answer = self._stub.ModelConfig(service_pb2.ModelConfigRequest(name=model), timeout=_CONTROL_TIMEOUT_S)
-            texts = {key: value.string_value for key, value in answer.config.parameters.items()}
-            self._info[model] = ModelInfo(
-                batched=answer.config.max_batch_size > 0,
-                decoupled=answer.config.model_transaction_policy.decoupled,
-                inputs=frozenset(tensor.name for tensor in answer.config.input),
-                outputs=frozenset(tensor.name for tensor in answer.config.output),
-                chat_template=texts.get("chat_template") or None,
-                special_tokens={name: texts[name] for name in ("bos_token", "eos_token") if name in texts},
-            )
+            with self._explained(CONTROL_TIMEOUT_S):
+                answer = self._stub.ModelConfig(service_pb2.ModelConfigRequest(name=model), timeout=CONTROL_TIMEOUT_S)
+            self._info[model] = model_info(answer)
         return self._info[model]
 
     def ready_models(self) -> set[str]:
@@ -335,9 +335,9 @@ class Client:
         """
         from tritonclient.grpc import service_pb2
 
-        with self._explained(_CONTROL_TIMEOUT_S):
+        with self._explained(CONTROL_TIMEOUT_S):
             index = self._stub.RepositoryIndex(
-                service_pb2.RepositoryIndexRequest(ready=True), timeout=_CONTROL_TIMEOUT_S, metadata=self._control
+                service_pb2.RepositoryIndexRequest(ready=True), timeout=CONTROL_TIMEOUT_S, metadata=self._control
             )
         return {model.name for model in index.models}
 
@@ -356,29 +356,13 @@ class Client:
             ):
                 call(request, timeout=timeout_s, metadata=self._control)
 
-    def _request(self, model: str, **values: Any) -> service_pb2.ModelInferRequest:
-        """The message of one request; values that are None are left out."""
-        from tritonclient.grpc import service_pb2
-
-        batched = self.info(model).batched
-        request = service_pb2.ModelInferRequest(model_name=model)
-        request.parameters["triton_enable_empty_final_response"].bool_param = True
-        for name, value in values.items():
-            if value is None:
-                continue
-            datatype, field = _INPUTS[name]
-            items = value if isinstance(value, list) else [value]
-            tensor = request.inputs.add(name=name, datatype=datatype, shape=[*([1] if batched else []), len(items)])
-            getattr(tensor.contents, field).extend([item.encode() for item in items] if datatype == "BYTES" else items)
-        return request
-
     def _stream(self, request: Any, timeout_s: float) -> Generator[service_pb2.ModelInferResponse, None, None]:
         """Responses of the decoupled model; closing the generator cancels the request."""
         call = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s)
         try:
             for message in call:
                 if message.error_message:
-                    raise _server_error(message.error_message, self.url)
+                    raise server_error(message.error_message, self.url)
                 yield message.infer_response
         finally:
             call.cancel()
@@ -397,17 +381,10 @@ class Client:
             raise self._explain(error, timeout_s) from error
 
     def _explain(self, error: Any, timeout_s: float, after_text: bool = False) -> TrtspecError:
-        """One line for a failed call."""
         import grpc
 
-        code, details = error.code(), error.details() or ""
-        if code == grpc.StatusCode.UNAVAILABLE and not self._live():  # a model may say UNAVAILABLE of its own
-            if after_text:
-                return ServerGone("the server went away in the middle of the answer", where=self.url)
-            return ServerGone(f"no server at {self.url}", fix="start one with trtspec serve CONFIG")
-        if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-            return TrtspecError(f"no complete answer within {timeout_s:g} s", where=self.url)
-        return _server_error(details or code.name, self.url)
+        live = error.code() != grpc.StatusCode.UNAVAILABLE or self._live()
+        return explained(error, self.url, timeout_s, live=live, after_text=after_text)
 
 
 _INPUTS = {  # name -> datatype on the wire, field of InferTensorContents that carries it
@@ -424,6 +401,8 @@ _INPUTS = {  # name -> datatype on the wire, field of InferTensorContents that c
     "stop_words": ("BYTES", "bytes_contents"),
     "bad_words": ("BYTES", "bytes_contents"),
     "end_id": ("INT32", "int_contents"),
+    "embedding_bias_words": ("BYTES", "bytes_contents"),
+    "embedding_bias_weights": ("FP32", "fp32_contents"),
     "return_log_probs": ("BOOL", "bool_contents"),
     "num_draft_tokens": ("INT32", "int_contents"),
     "stream": ("BOOL", "bool_contents"),
@@ -431,11 +410,105 @@ _INPUTS = {  # name -> datatype on the wire, field of InferTensorContents that c
 }
 
 
-def _server_error(message: str, url: str) -> TrtspecError:
+def generation_request(model: str, info: ModelInfo, **values: Any) -> service_pb2.ModelInferRequest:
+    """The message of one request: a number, text, truth value or list of them a tensor; those that are None are left
+    out."""
+    from tritonclient.grpc import service_pb2
+
+    request = service_pb2.ModelInferRequest(model_name=model)
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    for name, value in values.items():
+        if value is None:
+            continue
+        datatype, contents = _INPUTS[name]
+        items = value if isinstance(value, list) else [value]
+        tensor = request.inputs.add(name=name, datatype=datatype, shape=[*([1] if info.batched else []), len(items)])
+        getattr(tensor.contents, contents).extend([item.encode() for item in items] if datatype == "BYTES" else items)
+    return request
+
+
+def model_info(answer: service_pb2.ModelConfigResponse) -> ModelInfo:
+    """What the answer to a question for a model's configuration says."""
+    config = answer.config
+    texts = {key: value.string_value for key, value in config.parameters.items()}
+    return ModelInfo(
+        batched=config.max_batch_size > 0,
+        decoupled=config.model_transaction_policy.decoupled,
+        inputs=frozenset(tensor.name for tensor in config.input),
+        outputs=frozenset(tensor.name for tensor in config.output),
+        chat_template=texts.get("chat_template") or None,
+        special_tokens={name: texts[name] for name in ("bos_token", "eos_token") if name in texts},
+        parameters=texts,
+    )
+
+
+class ChunkReader:
+    """Reads the responses to one request, in their order, as chunks; the request counts as sent when this is made.
+
+    Attributes:
+        had_text: some text has come.
+    """
+
+    def __init__(self, info: ModelInfo, log_probs: bool) -> None:
+        self._decoupled = info.decoupled
+        self._log_probs = log_probs
+        self._outputs: dict[str, Any] = {}
+        self._started = time.monotonic()
+        self._first_text_at: float | None = None
+
+    @property
+    def had_text(self) -> bool:
+        return self._first_text_at is not None
+
+    def read(self, response: service_pb2.ModelInferResponse) -> Chunk:
+        """The chunk of the next response; it has `stats` if the response is the last."""
+        received = _outputs(response)
+        self._outputs |= received
+        text, ids = received.get("text_output", ""), received.get("output_ids")
+        scores = received.get("output_log_probs") if self._log_probs else None
+        now = time.monotonic()
+        if text and self._first_text_at is None:
+            self._first_text_at = now
+        if self._decoupled and not response.parameters["triton_final_response"].bool_param:
+            return Chunk(text, ids, log_probs=scores)
+        first = None if self._first_text_at is None else self._first_text_at - self._started
+        return Chunk(text, ids, _stats(self._outputs, now - self._started, first), scores)
+
+
+def explained(error: Any, url: str, timeout_s: float, *, live: bool, after_text: bool = False) -> TrtspecError:
+    """One line for a failed call.
+
+    Args:
+        error: the RpcError.
+        live: the server answers; asked only when the call says UNAVAILABLE, as a model may of its own.
+        after_text: the answer had begun.
+    """
+    import grpc
+
+    code, details = error.code(), error.details() or ""
+    if not live:
+        if after_text:
+            return ServerGone("the server went away in the middle of the answer", where=url)
+        return ServerGone(f"no server at {url}", fix="start one with trtspec serve CONFIG")
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+        problem = f"no complete answer within {timeout_s:g} s"
+        return ServerError(problem, where=url, message=problem, status=code.name)
+    return server_error(details or code.name, url, code.name)
+
+
+def server_error(message: str, url: str, status: str | None = None) -> ServerError:
+    """The server's own message as an error, with what to do about it where that is known."""
     fix = None
     if "is not healthy" in message:
         fix = "the model's process died; trtspec serve loads it again within seconds: try again"
-    return TrtspecError(f"the server answered with an error: {' '.join(message.split())}", where=url, fix=fix)
+    message = " ".join(message.split())
+    problem = f"the server answered with an error: {message}"
+    return ServerError(problem, where=url, message=message, status=status, fix=fix)
+
+
+def incomplete(url: str) -> TrtspecError:
+    """The error for responses that ended without a last one."""
+    return TrtspecError("the server ended the answer before it was complete", where=url)
 
 
 def _outputs(response: service_pb2.ModelInferResponse) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 A server carries a random token in the command line of tritonserver, and Triton hands it on to every model process
 as the prefix of its shared-memory region. Whoever carries the token belongs to the server: a process id that was
-given to somebody else since does not. Knows nothing of how a server is started.
+given to somebody else since does not. A link to its directory stands beside these regions, so that a server is found by
+its address alone. Knows nothing of how a server is started.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,6 +25,8 @@ STATE_FILE = "server.json"
 SHARED_MEMORY = Path("/dev/shm")
 EXIT_TIMEOUT_S = 3  # how long Triton itself waits for requests in flight
 KILL_AFTER_S = EXIT_TIMEOUT_S + 5.0
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # and the address that a client on the same machine takes
+_LINK = ".server"  # ends the names of links to the directories of servers
 _GONE_WITHIN_S = 5.0
 
 
@@ -98,12 +102,19 @@ class ServerState:
             os.replace(temporary, state_dir / STATE_FILE)
         finally:
             temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # there already; or nowhere to put it: then its spec alone tells where it is
+            self._link.symlink_to(state_dir.absolute())
 
     def remove(self, state_dir: Path) -> None:
         """Forget it, unless another server has been recorded since."""
         recorded = read(state_dir)
         if recorded is not None and recorded.token == self.token:
             (state_dir / STATE_FILE).unlink(missing_ok=True)
+            self._link.unlink(missing_ok=True)
+
+    @property
+    def _link(self) -> Path:
+        return SHARED_MEMORY / f"{self.token}{_LINK}"
 
 
 def build_stamp(model_repo: Path, engines_root: Path) -> str:
@@ -115,7 +126,7 @@ def build_stamp(model_repo: Path, engines_root: Path) -> str:
 
 def connect_host(host: str) -> str:
     """The address to connect to for a server that listens on `host`."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    host = _WILDCARDS.get(host, host)
     return f"[{host}]" if ":" in host else host
 
 
@@ -131,6 +142,22 @@ def running(state_dir: Path) -> ServerState | None:
     """The server of this directory, if it is alive; a record that outlived its server counts as none."""
     state = read(state_dir)
     return state if state is not None and state.alive else None
+
+
+def find(url: str) -> ServerState | None:
+    """The server that answers at this address, if this user started it on this machine with `trtspec serve`.
+
+    Args:
+        url: `host:port` of gRPC, as a client would write it.
+    """
+    host, _, port = url.rpartition(":")
+    addresses = _addresses(host.strip("[]"))
+    for link in SHARED_MEMORY.glob(f"*{_LINK}"):
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            state = read(link) if link.lstat().st_uid == os.getuid() else None
+            if state and port == str(state.grpc_port) and _is_reached_at(state, addresses) and state.alive:
+                return state
+    return None
 
 
 def stop(state_dir: Path) -> ServerState | None:
@@ -207,6 +234,29 @@ def family(token: str) -> dict[int, str]:
     """Process id -> command line of every living process that carries the token."""
     pids = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
     return {pid: line for pid in pids if token in (line := command_line(pid))}
+
+
+def _is_reached_at(state: ServerState, addresses: set[str]) -> bool:
+    if state.host in _WILDCARDS:
+        return any(map(_is_ours, addresses))
+    return not addresses.isdisjoint(_addresses(state.host))
+
+
+def _is_ours(address: str) -> bool:
+    """Whether an address is one of this machine's."""
+    try:
+        socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET).close()
+    except OSError:
+        return False
+    return True
+
+
+def _addresses(host: str) -> set[str]:
+    """What a name stands for; nothing where it is not known."""
+    try:
+        return {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+    except (OSError, UnicodeError):
+        return set()
 
 
 def _wait_until_dead(state: ServerState, timeout_s: float) -> None:
