@@ -20,12 +20,14 @@ __all__ = [
     "FinishReason",
     "Generation",
     "NoDrafter",
+    "Pace",
     "Proposal",
     "Request",
     "Verification",
     "Verifier",
     "generate",
     "propose",
+    "run",
 ]
 
 
@@ -50,15 +52,48 @@ def generate(
         cancelled: asked before every engine call; once it says yes there is no further call.
     """
     generation = Generation(request, decode, continuation_ids, cancelled, may_draft=drafter is not None)
-    drafter = drafter or NoDrafter()
+    return run(generation, drafter or NoDrafter(), verifier)
+
+
+def run(generation: Generation, drafter: Drafter, verifier: Verifier, pace: Pace | None = None) -> Iterator[Block]:
+    """The cycles that a generation still needs to its end, block by block, as `generate` does from its beginning.
+
+    Args:
+        generation: where to go on.
+        drafter: one that knows nothing yet of this generation.
+        verifier: the target.
+        pace: limits what is drafted in each cycle; None: as much as there is room for.
+    """
+    pace = pace or Pace()
     try:
         while generation.finish_reason is None:
+            generation.draft_limit = pace.begin(generation)
             proposal = propose(generation, drafter)  # as many draft tokens as there is room for, perhaps none
+            pace.proposed(generation, proposal)
             verification = verifier.verify(generation, proposal)  # accepted drafts, then the target's own token
+            pace.verified(generation, proposal, verification)
             drafter.learn(verification)
             yield generation.commit(proposal, verification)  # end ids, stop strings, lengths, text, counters
     except Cancelled:
         yield generation.cancel()
+
+
+class Pace:
+    """How much is drafted in a cycle; told how the cycle goes on. This one sets no limit.
+
+    A limit may depend on load, on clocks, and on everything that was committed before, but not on the draft tokens of
+    its own cycle: then the output keeps the target's distribution, whatever the limits are.
+    """
+
+    def begin(self, generation: Generation) -> int | None:
+        """Most draft tokens of the cycle that begins now; None: no limit but the request's."""
+        return None
+
+    def proposed(self, generation: Generation, proposal: Proposal) -> None:
+        """The drafter is done."""
+
+    def verified(self, generation: Generation, proposal: Proposal, verification: Verification) -> None:
+        """The target is done; nothing is committed yet."""
 
 
 class Drafter(Protocol):

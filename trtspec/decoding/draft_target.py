@@ -6,8 +6,9 @@ Used in process and in the BLS model alike: the same request gives the same call
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from .cycle import Generation, Proposal
 from .engine_call import EngineCall, EngineError, EngineRequest, EngineResult
 from .sampling import SamplingParams, derive_seed
-from .token_tree import TokenTree
+from .token_tree import ROOT, TokenTree
 from .verify import Verification
 
 AcceptanceMode = Literal["auto", "logits", "tokens"]
@@ -40,10 +41,10 @@ class DraftModel:
         sampling = generation.request.sampling
         drawn = not sampling.greedy and self._acceptance != "tokens"
         if not drawn:
-            sampling = replace(sampling, temperature=0.0)
+            sampling = sampling.greedily()
         # Hashed with the position, not counted up from it: numbers of drafts that came to nothing are not used again.
         seed = derive_seed(sampling.seed, 0, f"draft from {len(generation.context)}")
-        request = engine_request(generation, num_draft_tokens, replace(sampling, seed=seed))
+        request = engine_request(generation, num_draft_tokens, sampling.seeded(seed))
         if drawn:
             request = replace(_without_end_ids(request, generation.request.end_ids), return_generation_logits=True)
         generation.raise_if_cancelled()
@@ -72,28 +73,38 @@ class Target:
         """One engine call: a verification, or plain decoding when nothing is proposed."""
         drafts = proposal.tokens
         max_new_tokens = generation.num_new_tokens(len(drafts))
-        sampling = generation.request.sampling
-        seed = derive_seed(sampling.seed, len(generation.context), "target")
-        request = replace(
-            engine_request(generation, max_new_tokens, replace(sampling, seed=seed)),
+        asked = generation.request
+        seed = derive_seed(asked.sampling.seed, len(generation.context), "target")
+        request = engine_request(
+            generation,
+            max_new_tokens,
+            asked.sampling.seeded(seed),
             draft_tokens=drafts if len(drafts) else None,
             draft_logits=proposal.logits,
             draft_parents=proposal.parents,
-            return_log_probs=generation.request.return_log_probs,
+            return_log_probs=asked.return_log_probs,
+            return_generation_logits=asked.return_generation_logits,
+            return_perf_metrics=asked.return_perf_metrics,
         )
         generation.raise_if_cancelled()
         result = self._call(request)
         tokens = checked_ids(result, max_new_tokens, self._role)
 
         # An own token never equals a draft that it replaces, so what the drafts have of the answer was accepted.
-        parents = np.arange(-1, len(drafts) - 1) if proposal.parents is None else proposal.parents
-        num_accepted = len(TokenTree(drafts, parents).follow(tokens.tolist()))
+        ids = tokens.tolist()
+        if proposal.parents is None:
+            num_accepted, rows = num_shared(ids, drafts.tolist()), None
+        else:
+            nodes = TokenTree(drafts, proposal.parents).follow(ids)
+            num_accepted, rows = len(nodes), [ROOT, *nodes]
         expected = num_accepted + 1 if len(drafts) else max_new_tokens
         return Verification(
-            tokens=tuple(tokens.tolist()),
+            tokens=tuple(ids),
             num_accepted=num_accepted,
-            log_probs=checked_log_probs(result, len(tokens)) if generation.request.return_log_probs else None,
-            ended=len(tokens) < expected,
+            log_probs=checked_log_probs(result, len(ids)) if asked.return_log_probs else None,
+            ended=len(ids) < expected,
+            logits=checked_logits(result, len(ids), rows) if asked.return_generation_logits else None,
+            kv_blocks=result.kv_blocks,
         )
 
 
@@ -133,8 +144,11 @@ def proposed(
     return Proposal(tokens, logits)
 
 
-def engine_request(generation: Generation, max_new_tokens: int, sampling: SamplingParams) -> EngineRequest:
-    """One call after the context; draft and target get the same rule, or q would not be what p is compared with."""
+def engine_request(generation: Generation, max_new_tokens: int, sampling: SamplingParams, **more: Any) -> EngineRequest:
+    """One call after the context; draft and target get the same rule, or q would not be what p is compared with.
+
+    `more` are other fields of `EngineRequest`.
+    """
     request = generation.request
     before_min = max(0, request.min_tokens - generation.num_generated)
     other_end_ids = tuple((token,) for token in request.end_ids[1:])  # an engine knows one end id
@@ -147,7 +161,13 @@ def engine_request(generation: Generation, max_new_tokens: int, sampling: Sampli
         bad_words=request.bad_words + (other_end_ids if before_min else ()),
         embedding_bias=request.embedding_bias,
         min_new_tokens=min(before_min, max_new_tokens),
+        **more,
     )
+
+
+def num_shared(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many of the first values are the same in both."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def checked_ids(result: EngineResult, max_new_tokens: int, role: str) -> NDArray[np.int32]:
@@ -168,3 +188,20 @@ def checked_log_probs(result: EngineResult, num_tokens: int) -> tuple[float, ...
     if result.log_probs is None or len(result.log_probs) != num_tokens:
         raise EngineError(f"the target engine did not return one log probability for each of {num_tokens} tokens")
     return tuple(float(value) for value in result.log_probs)
+
+
+def checked_logits(result: EngineResult, num_tokens: int, nodes: Sequence[int] | None = None) -> NDArray[np.float32]:
+    """[n, V], those of an answer of `num_tokens` tokens; EngineError when there are not as many.
+
+    Args:
+        result: the answer.
+        num_tokens: of it.
+        nodes: of a tree, what each token follows: ROOT, then the accepted nodes.
+    """
+    logits = result.generation_logits
+    if logits is not None and nodes is not None and len(logits) > max(nodes) + 1:
+        logits = logits[[node + 1 for node in nodes]]
+    if logits is None or len(logits) < num_tokens:
+        num_rows = "no" if logits is None else len(logits)
+        raise EngineError(f"the target engine returned {num_rows} rows of generation logits for {num_tokens} tokens")
+    return logits[:num_tokens]

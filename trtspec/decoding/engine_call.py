@@ -45,6 +45,23 @@ class EngineRequest:
     min_new_tokens: int = 0  # `end_id` has probability 0 before that many new tokens
     return_generation_logits: bool = False
     return_log_probs: bool = False
+    return_perf_metrics: bool = False
+
+
+@dataclass(frozen=True)
+class KvBlocks:
+    """Blocks of an engine's KV cache."""
+
+    allocated: int = 0  # new ones
+    reused: int = 0
+    total: int = 0  # that the request holds
+
+    def after(self, earlier: KvBlocks) -> KvBlocks:
+        """The counts of this call and of those before it."""
+        return KvBlocks(earlier.allocated + self.allocated, earlier.reused + self.reused, self.total)
+
+
+NO_KV_BLOCKS = KvBlocks()
 
 
 @dataclass(frozen=True)
@@ -58,6 +75,7 @@ class EngineResult:
     num_draft_tokens: int = 0  # of a verification call
     num_accepted: int = 0  # of a verification call
     reused_tokens: int = 0  # context tokens that were found in the KV cache
+    kv_blocks: KvBlocks = NO_KV_BLOCKS  # with `return_perf_metrics`, where the engine counts them
 
 
 EngineCall = Callable[[EngineRequest], EngineResult]

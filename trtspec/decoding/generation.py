@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from .acceptance import Acceptance
 from .detokenize import Detokenizer
-from .engine_call import Cancelled
+from .engine_call import NO_KV_BLOCKS, Cancelled
 from .limits import clamp_num_draft_tokens, emission_limit
 from .request import Request
 from .stop import StopStrings
@@ -34,6 +34,7 @@ class Block:
     log_probs: tuple[float, ...] | None  # one a token id, when asked for
     finish_reason: FinishReason | None  # set in the last block, and only there
     generation: Generation = field(repr=False)  # text, ids and counters of the whole generation so far
+    logits: NDArray[np.float32] | None = field(default=None, repr=False)  # [tokens, V], when asked for
 
 
 class Generation:
@@ -44,6 +45,8 @@ class Generation:
         text: emitted so far, without stop strings.
         finish_reason: None while running.
         cancelled: asked before every engine call.
+        kv_blocks: of the target, over all its calls, if the request asks for them.
+        draft_limit: most draft tokens of the next cycle, besides what the request says; None: no other limit.
         acceptance: counters.
         draft_acceptance: counters inside the drafter: how a cascade's middle model accepted; else zeros.
         fallbacks: cycles that the target made without drafts, by reason: `draft_error`, `draft_empty`, `draft_context`
@@ -66,6 +69,8 @@ class Generation:
         self.text = ""
         self.finish_reason: FinishReason | None = None
         self.cancelled = cancelled
+        self.draft_limit: int | None = None
+        self.kv_blocks = NO_KV_BLOCKS
         self.acceptance = Acceptance()
         self.draft_acceptance = Acceptance()
         self.fallbacks: Counter[str] = Counter()
@@ -98,9 +103,10 @@ class Generation:
         """Draft tokens that the next cycle has room for."""
         if not self._may_draft or self._gave_up:
             return 0
-        return clamp_num_draft_tokens(
-            self.request.num_draft_tokens, self._length, self._cycle_limit, self.request.draft_context
-        )
+        most = self.request.num_draft_tokens
+        if self.draft_limit is not None:
+            most = min(most, self.draft_limit)
+        return clamp_num_draft_tokens(most, self._length, self._cycle_limit, self.request.draft_context)
 
     @property
     def node_room(self) -> int:
@@ -162,6 +168,7 @@ class Generation:
     def commit(self, proposal: Proposal, verification: Verification) -> Block:
         """Take the verified tokens up to the first that ends the generation, and make them text."""
         self._count(len(proposal.tokens), verification)
+        self.kv_blocks = verification.kv_blocks.after(self.kv_blocks)
         text, taken = "", 0
         for token in verification.tokens:
             if token in self.request.end_ids:
@@ -170,7 +177,8 @@ class Generation:
             self._ids[self._length] = token
             self._length += 1
             taken += 1
-            text += self._stop.push(self._detokenizer.push([token]))
+            if self.request.stop_strings:
+                text += self._stop.push(self._detokenizer.push([token]))
             if self._stop.stopped:
                 self.finish_reason = "stop"
                 break
@@ -180,19 +188,28 @@ class Generation:
         else:
             if verification.ended or not verification.tokens:  # an end id that the engine did not show
                 self.finish_reason = "stop"
+        if not self.request.stop_strings:  # no token of the block can end it by its text: once for all of them
+            text = self._detokenizer.push(verification.tokens[:taken])
         log_probs = None if verification.log_probs is None else verification.log_probs[:taken]
-        return self._block(text, verification.tokens[:taken], log_probs)
+        logits = None if verification.logits is None else verification.logits[:taken]
+        return self._block(text, verification.tokens[:taken], log_probs, logits)
 
     def cancel(self) -> Block:
         """End here."""
         self.finish_reason = "cancelled"
         return self._block("", (), () if self.request.return_log_probs else None)
 
-    def _block(self, text: str, token_ids: tuple[int, ...], log_probs: tuple[float, ...] | None) -> Block:
+    def _block(
+        self,
+        text: str,
+        token_ids: tuple[int, ...],
+        log_probs: tuple[float, ...] | None,
+        logits: NDArray[np.float32] | None = None,
+    ) -> Block:
         if self.finish_reason is not None and not self._stop.stopped:
             text += self._stop.push(self._detokenizer.flush()) + self._stop.flush()
         self.text += text
-        return Block(text, token_ids, log_probs, self.finish_reason, self)
+        return Block(text, token_ids, log_probs, self.finish_reason, self, logits)
 
     def _count(self, num_drafted: int, verification: Verification) -> None:
         if num_drafted:

@@ -34,6 +34,8 @@ class Request:
     draft_context: int | None = None
     plain_chunk_tokens: int = 8  # tokens asked of the target in one call when nothing is drafted
     return_log_probs: bool = False
+    return_generation_logits: bool = False  # of the target, one row for each token of output
+    return_perf_metrics: bool = False  # how the target's KV cache was used
 
     def __post_init__(self) -> None:
         self.validate()

@@ -51,6 +51,20 @@ class SamplingParams:
         """Whether the context changes the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    def greedily(self) -> SamplingParams:
+        """The same with temperature 0."""
+        return self._changed(temperature=0.0)
+
+    def seeded(self, seed: int) -> SamplingParams:
+        """The same with another seed, a uint64."""
+        return self._changed(seed=seed)
+
+    def _changed(self, **values: Any) -> SamplingParams:
+        """As `dataclasses.replace`, for values that need no validation; each cycle does it several times."""
+        changed = object.__new__(SamplingParams)
+        changed.__dict__.update(self.__dict__, **values)
+        return changed
+
     def validate(self) -> None:
         """Raises ValueError naming the first field that is out of range."""
         _check("temperature", self.temperature, "a finite number of at least 0", lambda v: v >= 0)

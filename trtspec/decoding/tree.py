@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cycle import Generation, Proposal
-from .draft_target import AcceptanceMode, Target, checked_ids, checked_log_probs, engine_request
+from .draft_target import AcceptanceMode, Target, checked_ids, checked_log_probs, checked_logits, engine_request
 from .engine_call import Cancelled, EngineCall, EngineCalls, EngineError, EngineRequest, EngineResult
+from .request import Request
 from .sampler import TokenSampler
 from .sampling import Uniforms, derive_seed
 from .token_tree import ROOT, TokenTree, without
@@ -103,7 +104,7 @@ class TreeDrafter:
         drawn = not sampling.greedy and self._acceptance != "tokens"
         seed = derive_seed(sampling.seed, 0, f"{self._role} from {len(generation.context)}")  # see DraftModel
         # The rule that the target's call goes by: what is drawn here is judged there as drawn from that.
-        rule = engine_request(generation, num_levels + 1, replace(sampling, seed=seed))
+        rule = engine_request(generation, num_levels + 1, sampling.seeded(seed))
         uniforms = self._uniforms(seed)
         shape = tree_shape(self._branching[:num_levels], num_nodes)
         tree = TokenTree(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32))
@@ -304,20 +305,21 @@ class PathsTarget(Target):
         seed = derive_seed(asked.sampling.seed, len(generation.context), "target")
         paths = tree.paths()
         requests = [
-            replace(
-                engine_request(generation, len(path) + 1, replace(asked.sampling, seed=seed)),
+            engine_request(
+                generation,
+                len(path) + 1,
+                asked.sampling.seeded(seed),
                 draft_tokens=tree.tokens[path],
                 return_log_probs=asked.return_log_probs,
+                return_generation_logits=asked.return_generation_logits,
             )
             for path in paths
         ]
         generation.raise_if_cancelled()
-        return _joined(tree, paths, self._calls(requests), asked.return_log_probs)
+        return _joined(tree, paths, self._calls(requests), asked)
 
 
-def _joined(
-    tree: TokenTree, paths: list[list[int]], results: Sequence[EngineResult], with_log_probs: bool
-) -> Verification:
+def _joined(tree: TokenTree, paths: list[list[int]], results: Sequence[EngineResult], asked: Request) -> Verification:
     """The tokens of the first path; where its own token leads to another path, that one's tokens behind it, and so on.
 
     A path is only followed when its call drew all that came before in the same way. Whether it did says nothing about
@@ -330,6 +332,7 @@ def _joined(
     ]
     tokens: list[int] = []
     log_probs: list[float] = []
+    logits: list[NDArray[np.float32]] = []
     unread = list(range(len(paths)))
     node: int | None = ROOT
     ended = False
@@ -342,8 +345,10 @@ def _joined(
             break
         unread.remove(index)
         tokens = answers[index]
-        if with_log_probs:
+        if asked.return_log_probs:
             log_probs += checked_log_probs(results[index], len(tokens))[depth:]
+        if asked.return_generation_logits:
+            logits.append(checked_logits(results[index], len(tokens))[depth:])
         followed = tree.follow(tokens)
         num_drafts = sum(accepted in paths[index] for accepted in followed)  # without an own token in another path
         ended = len(tokens) < num_drafts + 1
@@ -351,6 +356,7 @@ def _joined(
     return Verification(
         tokens=tuple(tokens),
         num_accepted=len(tokens) - (0 if ended else 1),
-        log_probs=tuple(log_probs) if with_log_probs else None,
+        log_probs=tuple(log_probs) if asked.return_log_probs else None,
+        logits=np.concatenate(logits) if asked.return_generation_logits else None,
         ended=ended,
     )

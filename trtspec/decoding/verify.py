@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .engine_call import EngineRequest
+from .engine_call import NO_KV_BLOCKS, EngineRequest, KvBlocks
 from .sampler import TokenSampler
 from .sampling import Uniforms
 
@@ -61,6 +61,8 @@ class Verification:
     num_accepted: int  # drafts among them
     log_probs: tuple[float, ...] | None = None  # one a token
     ended: bool = False  # the target is done: fewer tokens came than the call allowed
+    logits: NDArray[np.float32] | None = None  # [tokens, V], the target's, nothing applied; when asked for
+    kv_blocks: KvBlocks = NO_KV_BLOCKS  # when asked for
 
 
 def verify(target_logits: Rows, request: EngineRequest, uniforms: Uniforms | None = None) -> Verification:

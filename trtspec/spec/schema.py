@@ -14,8 +14,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, Strict, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    Strict,
+    ValidationInfo,
+    field_validator,
+)
 
+from trtspec.decoding.draft_length import check_schedule, check_token_cost
 from trtspec.errors import TrtspecError
 from trtspec.spec.gpus import GPUS
 from trtspec.spec.marks import Key, Marks
@@ -63,6 +73,21 @@ Choices = Annotated[
     Strict(False),
     Field(min_length=1),
 ]
+
+
+def _loads(value: Any) -> Any:
+    """A table by number of requests; keys of a YAML file are text."""
+    if not isinstance(value, dict):
+        shown = "a list" if isinstance(value, list) else "an empty value" if value is None else repr(value)
+        raise ValueError(f"{shown} is not allowed; expected numbers by number of requests")
+    table: dict[int, Any] = {}
+    for key, entry in value.items():
+        if not str(key).isdecimal():
+            raise ValueError(f"{key!r} is no number of requests; expected a whole number")
+        if int(key) in table:
+            raise ValueError(f"load {int(key)} is given twice; expected rising loads")
+        table[int(key)] = entry
+    return table
 
 
 class Section(BaseModel):
@@ -428,6 +453,37 @@ class PerModelFraction(PerModel):
     """Fraction for the middle model of a cascade; for each, where there are several."""
 
 
+class DraftLength(Section):
+    """How many tokens are drafted at which load: where drafts are made outside the target's engine, and by schedule in
+    the LLM API. Token trees are made whole or not at all."""
+
+    policy: Literal["fixed", "schedule", "adaptive"] = "fixed"
+    """fixed: as many as the request asks for; schedule: at most what the schedule says; adaptive: what emits most
+    tokens in a time, by the running acceptance and the cost of a draft token. The output's distribution is the same."""
+    schedule: Annotated[dict[int, Annotated[int, Field(ge=0)]], BeforeValidator(_loads)] = Field(
+        default_factory=dict, validate_default=True
+    )
+    """Most draft tokens for up to so many requests in flight, such as {4: 4, 8: 2, 16: 0}; 0 beyond the last. Kept but
+    unused with another policy."""
+    token_cost: Annotated[dict[int, Annotated[float, Field(ge=0)]], BeforeValidator(_loads)] | None = None
+    """With adaptive: time that one more draft token adds, drafted and verified, as part of the time of a plain pass of
+    the target, by requests in flight, such as {1: 0.2, 16: 1.1}; unset is measured while serving."""
+
+    @field_validator("schedule")
+    @classmethod
+    def _rising_schedule(cls, value: dict[int, int], info: ValidationInfo) -> dict[int, int]:
+        if value or info.data.get("policy") == "schedule":
+            check_schedule(value)
+        return value
+
+    @field_validator("token_cost")
+    @classmethod
+    def _rising_costs(cls, value: dict[int, float] | None) -> dict[int, float] | None:
+        if value is not None:
+            check_token_cost(value)
+        return value
+
+
 class Serving(Section):
     """How the Triton server is started and what it allows."""
 
@@ -467,13 +523,22 @@ class Serving(Section):
     num_threads: Positive | None = None
     """CPU threads of each engine in the torch runtime; unset gives every engine all cores, since they take turns."""
     max_concurrency: Positive = 8
-    """Requests that the BLS model works on at the same time."""
+    """Texts that the BLS model works on at the same time."""
+    max_queued: Positive = 256
+    """Texts that may wait for it; a request beyond that is refused at once."""
+    alternate_phases: bool = False
+    """Let all requests draft together and verify together, in turns: for models that share a GPU and slow each other
+    down."""
     call_timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """Longest wait for one call to an engine, in seconds."""
+    """Longest wait for one call to the target's engine, in seconds."""
+    draft_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    """Longest wait for one call to an engine that drafts, in seconds; then the target goes on alone for a while."""
     startup_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Longest wait for the server to answer its first request, in seconds."""
     default_num_draft_tokens: Annotated[int, Field(ge=0)] | None = None
     """Draft tokens for requests that do not say; unset is speculation.num_draft_tokens."""
+    draft_length: DraftLength | None = None
+    """How many tokens are drafted at which load; unset is policy fixed."""
     plain_chunk_tokens: Positive = 16
     """Tokens of one target call when decoding without drafts; streamed text arrives in such pieces."""
 

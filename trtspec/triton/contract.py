@@ -426,7 +426,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 _BLS_PARAMETERS = _keys(
     """
     accumulate_tokens tensorrt_llm_model_name multimodal_encoders_name
-    acceptance add_bos bos_token bos_token_id call_timeout_s chat_template draft_rest_s
+    acceptance add_bos alternate_phases bos_token bos_token_id call_timeout_s chat_template draft_length_policy
+    draft_length_schedule draft_length_token_cost draft_rest_s draft_timeout_s max_queued
     end_id end_ids eos_token exclude_input_in_output greedy_only logits_dtype
     max_concurrency max_draft_len max_input_len method
     num_draft_tokens pad_id plain_chunk_tokens skip_special_tokens target_max_seq_len vocab_size

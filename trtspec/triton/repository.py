@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trtspec.decoding.draft_length import DraftLength
 from trtspec.decoding.methods import DRAFTS, METHODS, MIDDLES, written
 from trtspec.runtime.engine import EngineConfig
 from trtspec.triton import contract
@@ -32,7 +33,16 @@ ENGINE_MODELS = {"target": "tensorrt_llm"} | {role: f"tensorrt_llm_{role}" for r
 _SOURCES = Path(__file__).parent / "models"
 _DECODING = Path(__file__).parents[1] / "decoding"
 _TEXT_SOURCES = ("tensors.py", "tokenization.py")
-_BLS_SOURCES = ("bls_request.py", "engine_model.py", *_TEXT_SOURCES)
+_BLS_SOURCES = (
+    "bls_answer.py",
+    "bls_request.py",
+    "engine_model.py",
+    "metrics.py",
+    "pace.py",
+    "phases.py",
+    "threads.py",
+    *_TEXT_SOURCES,
+)
 _DRAFT_REST_S = "5"  # a draft that failed is left alone so long
 
 Parameters = dict[str, str]
@@ -175,9 +185,12 @@ def _bls_model(
         "exclude_input_in_output": flag(spec.serving.exclude_input_in_output),
         "skip_special_tokens": "true",
         "max_concurrency": str(spec.serving.max_concurrency),
+        "max_queued": str(spec.serving.max_queued),
+        "alternate_phases": flag(spec.serving.alternate_phases),
         "plain_chunk_tokens": str(spec.serving.plain_chunk_tokens),
         "draft_rest_s": _DRAFT_REST_S,
         "call_timeout_s": f"{spec.serving.call_timeout_s:g}",
+        "draft_timeout_s": f"{spec.serving.draft_timeout_s:g}",
     }
     for role in method.roles(configs) if method else ():
         parameters[f"tensorrt_llm_{role}_model_name"] = ENGINE_MODELS[role]
@@ -187,6 +200,9 @@ def _bls_model(
     if method:
         settings = method.chosen(getattr(speculation, speculation.method, None))
         parameters |= {f"{speculation.method}_{name}": written(value) for name, value in settings.items()}
+        if (chosen := spec.serving.draft_length) is not None:
+            lengths = DraftLength(chosen.policy, target.max_draft_len, chosen.schedule, chosen.token_cost)
+            parameters |= lengths.written()
     if chat_template is not None:
         parameters["chat_template"] = chat_template
     config = _python_model(

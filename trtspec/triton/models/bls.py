@@ -2,9 +2,9 @@
 
 The same file is `tensorrt_llm_bls` (decoupled: every accepted block can be streamed) and `tensorrt_llm_bls_unary`
 (one response a request, for clients that cannot stream). It translates between tensors and the decoding core, whose
-cycle it runs once a request, each in a thread of its own, so that one process serves many requests at the same time.
-That holds for both: Triton lets a model that is not decoupled answer later, from any thread, through the request's
-response sender, as long as it sends one response (tried on 2.51).
+cycles it runs once for each text of a request, each in a thread of its own, so that one process serves many requests at
+the same time. That holds for both: Triton lets a model that is not decoupled answer later, from any thread, through the
+request's response sender, as long as it sends one response (tried on 2.51).
 """
 
 from __future__ import annotations
@@ -12,24 +12,28 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import triton_python_backend_utils as pb_utils
-from trtspec_decoding.cycle import Block, Drafter, generate
+from trtspec_decoding.cycle import Block, Drafter, Generation, NoDrafter, Verifier, run
 from trtspec_decoding.detokenize import continuation_ids
 from trtspec_decoding.engine_call import EngineError
 from trtspec_decoding.methods import IN_ENGINE, METHODS, DraftEngine, calls_at_a_time, make_chain_verifier, make_drafter
 
-from .bls_request import ClientRequest, Settings, read_request
-from .engine_model import EngineModel
+from .bls_answer import Answer, Reply
+from .bls_request import ClientRequest, Settings, read_requests
+from .engine_model import EngineModel, Rescue
+from .metrics import Metrics
+from .pace import Load, MeasuredPace
+from .phases import DRAFT, VERIFY, Phases
 from .tensors import Inputs, Refused
+from .threads import Departure, Departures, Outbox, Watch, Workers
 from .tokenization import Tokenization
 
-_CANCEL_POLL_S = 0.0005  # asking is a round trip to the server process, and the cycle asks twice before a draft
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
@@ -53,189 +57,213 @@ class TritonPythonModel:
             skip_special_tokens=settings.skip_special_tokens,
         )
         self._continuation_ids = continuation_ids(self._tokenization.token_to_id)
-        self._engines: dict[str, EngineModel] = {}
+        self._watch, self._departures, self.load = Watch(), Departures(), Load()
+        self._counts_passes = settings.method not in IN_ENGINE  # else several tokens come out of a pass, unseen here
+        self.metrics = Metrics(
+            args["model_name"], max_draft_len=settings.max_draft_len, counts_passes=self._counts_passes
+        )
+        self._engines = self._make_engines()
+        row = METHODS.get(settings.method)
+        self._proposers = [self._engines[role] for role in (row.proposers(settings.engines) if row else ())]
+        self._outbox = Outbox()
+        self.workers = Workers(settings.max_concurrency, "request")
+
+    def _make_engines(self) -> dict[str, EngineModel]:
+        settings = self._settings
         row = METHODS.get(settings.method)
         proposers = row.proposers(settings.engines) if row else ()
         num_calls = calls_at_a_time(settings.method, settings.drafting, len(proposers))
+        phases = Phases() if settings.alternate_phases else None
+        engines = {}
         num_ids = settings.vocab_size
         for role, engine in settings.engines.items():  # what one answers, those before it must know
-            above = settings.vocab_size if role in proposers else num_ids
-            num_ids = min(above, engine.vocab_size)
-            self._engines[role] = EngineModel(
+            is_target = role == "target"
+            num_ids = min(settings.vocab_size if role in proposers else num_ids, engine.vocab_size)
+            engines[role] = EngineModel(
                 engine.name,
                 vocab_size=engine.vocab_size,
                 num_ids=num_ids,
                 logits_dtype=settings.logits_dtype,
-                timeout_s=settings.call_timeout_s,
+                timeout_s=settings.call_timeout_s if is_target else settings.draft_timeout_s,
+                watch=self._watch,
                 max_calls=settings.max_concurrency * num_calls,
-                rest_s=0.0 if role == "target" else settings.draft_rest_s,
+                rest_s=0.0 if is_target else settings.draft_rest_s,
+                phases=phases,
+                phase=VERIFY if is_target else DRAFT,
             )
-        self._requests = ThreadPoolExecutor(settings.max_concurrency, thread_name_prefix="request")
+        return engines
 
     def execute(self, requests: list[Any]) -> None:
-        """Hand each request to a thread; the answers come through their response senders."""
+        """Accept requests; the answers come through their response senders."""
         for request in requests:
-            self._requests.submit(self._serve, request, request.get_response_sender(), time.time_ns())
+            self._accept(request, request.get_response_sender(), time.time_ns())
 
     def finalize(self) -> None:
         """Finish what is under way."""
-        self._requests.shutdown()
+        self.workers.close()
+        self._outbox.close()
+        self._watch.close()
         for engine in self._engines.values():
             engine.close()
+        self.metrics.close()
 
-    def _serve(self, request: Any, sender: Any, arrival_ns: int) -> None:
-        """Answer one request. Whatever happens, the sender gets exactly one final response."""
+    def _accept(self, request: Any, sender: Any, arrival_ns: int) -> None:
+        """Read a request and queue its texts; what is wrong with it is answered at once."""
+        self.metrics.request_began()
         try:
-            try:
-                client = self._read(request)
-            except ValueError as error:
-                _send_error(sender, str(error), pb_utils.TritonError.INVALID_ARG)
+            if self.workers.num_waiting >= self._settings.max_queued:
+                waiting = (
+                    f"{self.workers.num_waiting} texts are waiting; expected fewer than {self._settings.max_queued}"
+                )
+                self._refuse(sender, f"too many requests: {waiting}", pb_utils.TritonError.UNAVAILABLE)
                 return
-            in_engine = self._settings.method in IN_ENGINE
-            answer = Answer(client, request.requested_output_names(), arrival_ns, counts_passes=not in_engine)
-            waiting: list[Block] = []
-            for block in self._blocks(client, request):
-                waiting.append(block)
-                if block.finish_reason is not None:
-                    _log(request, client, block)
-                    sender.send(answer.response(waiting), flags=_FINAL)
-                elif client.stream:
-                    sender.send(answer.response(waiting))
-                    waiting.clear()
-        except EngineError as error:
-            _send_error(sender, str(error), pb_utils.TritonError.UNAVAILABLE)
+            clients = self._read(request)
+        except ValueError as error:
+            self._refuse(sender, str(error), pb_utils.TritonError.INVALID_ARG)
+            return
         except Exception as error:
-            pb_utils.Logger.log_error(f"request {request.request_id()!r} failed: {error!r}")
-            _send_error(sender, f"internal error: {error!r}", pb_utils.TritonError.INTERNAL)
+            pb_utils.Logger.log_error(f"request {request.request_id()!r} cannot be read: {error!r}")
+            self._refuse(sender, f"internal error: {error!r}", pb_utils.TritonError.INTERNAL)
+            return
+        departure = self._departures.watch(request.is_cancelled)
 
-    def _read(self, request: Any) -> ClientRequest:
+        def ending(finish_reason: str) -> None:
+            departure.end()  # the request is gone with its last response
+            self.metrics.request_ended(finish_reason)
+
+        wanted = request.requested_output_names()
+        streams = clients[0].stream or (self._streams and len(clients) > 1)  # a response a text, where there can be
+        reply = Reply(sender, self._outbox, wanted, len(clients), streams, self._settings.pad_id, ending)
+        self.load.add(len(clients))
+        for index, client in enumerate(clients):
+            answer = Answer(client, index, arrival_ns, self._counts_passes)
+            text = Text(client, answer, reply, departure, self)
+            self.workers.submit(text.serve)
+
+    def _read(self, request: Any) -> list[ClientRequest]:
         inputs = Inputs({tensor.name(): tensor.as_numpy() for tensor in request.inputs()})
-        client = read_request(inputs, self._settings, self._tokenization)
-        if client.stream and not self._streams:
+        clients = read_requests(inputs, self._settings, self._tokenization)
+        if clients[0].stream and not self._streams:
             raise Refused("stream is true; this model answers once, expected false or the model tensorrt_llm_bls")
-        return client
+        return [replace(client, request_id=request.request_id()) for client in clients]
 
-    def _blocks(self, client: ClientRequest, request: Any) -> Iterator[Block]:
-        """Run the decoding cycle for one request."""
-        # ids of our own: two clients may use the same one, and an engine tells requests apart by it
-        call_id = uuid.uuid4().hex
-        target = self._engines["target"]
-        return generate(
-            client.decoding,
-            self._drafter(client, call_id),
-            make_chain_verifier(self._settings.method, target.for_request(call_id), target.for_several(call_id)),
-            decode=self._tokenization.decode,
-            continuation_ids=self._continuation_ids,
-            cancelled=Cancellation(request),
-        )
+    def _refuse(self, sender: Any, message: str, code: Any) -> None:
+        self.metrics.request_ended("refused")
+        sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code)), flags=_FINAL)
 
-    def _drafter(self, client: ClientRequest, call_id: str) -> Drafter | None:
-        """The drafter of one generation; None when nothing is drafted out here."""
-        if not client.decoding.num_draft_tokens:
-            return None
+    def drafter(self, client: ClientRequest, call_id: str, rescue: Callable[[str], Rescue]) -> Drafter:
+        """A drafter that knows nothing yet; of a request that drafts nothing, one that proposes nothing."""
         settings = self._settings
+        if not client.decoding.num_draft_tokens:
+            return NoDrafter()
         engines = {
             role: DraftEngine(
-                self._engines[role].for_request(call_id),
+                self._engines[role].for_request(call_id, rescue(role)),
                 engine.context,
                 engine.returns_logits,
-                calls=self._engines[role].for_several(call_id),
+                calls=self._engines[role].for_several(call_id, rescue(role)),
                 num_ids=settings.vocab_size,
             )
             for role, engine in settings.engines.items()
         }
         return make_drafter(settings.method, engines, client.acceptance, **settings.drafting)
 
-
-class Cancellation:
-    """Whether the client has left; asked before every call to an engine."""
-
-    def __init__(self, request: Any) -> None:
-        self._request = request
-        self._asked = 0.0
-
-    def __call__(self) -> bool:
-        now = time.monotonic()
-        if now - self._asked < _CANCEL_POLL_S:
-            return False
-        self._asked = now
-        return bool(self._request.is_cancelled())
-
-
-class Answer:
-    """The responses to one request: new text with its ids, and with the last of it counters of the whole generation."""
-
-    def __init__(self, client: ClientRequest, wanted: list[str], arrival_ns: int, counts_passes: bool) -> None:
-        self._client = client
-        self._wanted = frozenset(wanted)
-        self._arrival_ns = arrival_ns
-        self._counts_passes = counts_passes  # an engine that drafts by itself makes several tokens a pass, unseen here
-        self._scheduled_ns = time.time_ns()
-        self._first_ns = 0
-        self._prefix = "" if client.exclude_input else client.prompt
-        self._cum_log_prob = 0.0
-
-    def response(self, blocks: list[Block]) -> Any:
-        """Response that carries `blocks`, the new ones since the last response."""
-        outputs = self._outputs(blocks)
-        return pb_utils.InferenceResponse(
-            [pb_utils.Tensor(name, array) for name, array in outputs.items() if name in self._wanted]
+    def verifier(self, call_id: str, rescue: Rescue) -> Verifier:
+        """The target."""
+        target = self._engines["target"]
+        return make_chain_verifier(
+            self._settings.method, target.for_request(call_id, rescue), target.for_several(call_id, rescue)
         )
 
-    def _outputs(self, blocks: list[Block]) -> dict[str, np.ndarray]:
-        self._first_ns = self._first_ns or time.time_ns()
-        text = self._prefix + "".join(block.text for block in blocks)
-        self._prefix = ""
-        outputs = {
-            "text_output": _text(text),
-            "output_ids": np.array([[token for block in blocks for token in block.token_ids]], dtype=np.int32),
-        }
-        if self._client.decoding.return_log_probs:
-            log_probs = [value for block in blocks for value in block.log_probs or ()]
-            self._cum_log_prob += sum(log_probs)
-            outputs["output_log_probs"] = np.array([[log_probs]], dtype=np.float32)
-            outputs["cum_log_probs"] = np.array([[self._cum_log_prob]], dtype=np.float32)
-        # every tensor costs some 30 us a response, so what only matters in the end is sent in the end
-        return outputs if blocks[-1].finish_reason is None else outputs | self._totals(blocks[-1])
+    def generation(self, client: ClientRequest, cancelled: Callable[[], bool]) -> Generation:
+        """The state of one text."""
+        return Generation(
+            client.decoding,
+            self._tokenization.decode,
+            self._continuation_ids,
+            cancelled,
+            may_draft=client.decoding.num_draft_tokens > 0,
+        )
 
-    def _totals(self, last: Block) -> dict[str, np.ndarray]:
-        generation, acceptance = last.generation, last.generation.acceptance
-        totals = {
-            "finish_reason": _text(last.finish_reason or ""),
-            "batch_index": _int32(0),
-            "sequence_index": _int32(0),
-            "num_input_tokens": _int32(len(self._client.decoding.prompt_ids)),
-            "num_output_tokens": _int32(generation.num_generated),
-            "acceptance_rate": np.array([[acceptance.rate]], dtype=np.float32),
-            "total_accepted_draft_tokens": _int32(acceptance.num_accepted),
-            "total_draft_tokens": _int32(acceptance.num_drafted),
-            "total_target_passes": _int32(acceptance.num_target_passes if self._counts_passes else 0),
-        }
-        if self._client.return_perf_metrics:
-            times_ns = (self._arrival_ns, self._scheduled_ns, self._first_ns, time.time_ns())
-            names = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
-            totals |= {
-                name: np.array([[time_ns]], dtype=np.int64) for name, time_ns in zip(names, times_ns, strict=True)
-            }
-        return totals
+    def pace(self, client: ClientRequest) -> MeasuredPace:
+        """The pace of one text."""
+        fixed = client.length_is_given or self._settings.draft_length.policy == "fixed"
+        return MeasuredPace(None if fixed else self._settings.draft_length, self._proposers, self.load, self.metrics)
 
 
-def _log(request: Any, client: ClientRequest, last: Block) -> None:
-    """Say what the client may not expect, and why it had to do without drafts."""
-    for note in client.notes:
-        pb_utils.Logger.log_warn(f"request {request.request_id()!r}: {note}")
-    error = last.generation.draft_error
-    if error is not None:
-        pb_utils.Logger.log_warn(f"request {request.request_id()!r} went on without drafts: {error}")
+class Text:
+    """One text of a request, from its first cycle to its last, in whatever thread.
 
+    Args:
+        client: what was asked.
+        answer: makes its tensors.
+        reply: sends them.
+        departure: whether the client has left.
+        model: what all texts share.
+    """
 
-def _send_error(sender: Any, message: str, code: Any) -> None:
-    sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code)), flags=_FINAL)
+    def __init__(
+        self, client: ClientRequest, answer: Answer, reply: Reply, departure: Departure, model: TritonPythonModel
+    ) -> None:
+        self._client, self._answer, self._reply, self._model = client, answer, reply, model
+        self._departure = departure
+        self._call_id = uuid.uuid4().hex  # of our own: two clients may use the same id, and engines tell requests by it
+        self._unsent: list[Block] = []
 
+    def serve(self) -> None:
+        """Generate the text; the reply is ended, whatever happens."""
+        self._generation = self._model.generation(self._client, self._is_cancelled)
+        self._pace = self._model.pace(self._client)
+        self._go_on()
 
-def _text(text: str) -> np.ndarray:
-    return np.array([[text.encode("utf-8")]], dtype=np.object_)
+    def _is_cancelled(self) -> bool:
+        return self._departure() or self._reply.ended
 
+    def _go_on(self) -> None:
+        drafter = self._model.drafter(self._client, self._call_id, self._rescue)
+        verifier = self._model.verifier(self._call_id, self._rescue("target"))
+        try:
+            for block in run(self._generation, drafter, verifier, self._pace):
+                self._add(block)
+        except EngineError as error:
+            self._fail_for(error)
+            return
+        except Exception as error:
+            pb_utils.Logger.log_error(f"a request failed: {error!r}")
+            self._reply.fail(f"internal error: {error!r}", pb_utils.TritonError.INTERNAL)
+        self._model.load.add(-1)
 
-def _int32(value: int) -> np.ndarray:
-    return np.array([[value]], dtype=np.int32)
+    def _rescue(self, role: str) -> Rescue:
+        """Goes on in another thread when a call to `role` takes too long."""
+        return lambda error: self._model.workers.add(partial(self._go_on_without, role, error))
+
+    def _go_on_without(self, role: str, error: EngineError) -> None:
+        if role == "target":
+            self._fail_for(error)
+            return
+        self._generation.draft_failed(error)
+        self._pace.draft_failed(error)
+        self._go_on()
+
+    def _fail_for(self, error: EngineError) -> None:
+        """The target did not answer."""
+        self._model.metrics.target_error("timeout" if getattr(error, "reason", "") == "timeout" else "failed")
+        self._reply.fail(str(error), pb_utils.TritonError.UNAVAILABLE)
+        self._model.load.add(-1)
+
+    def _add(self, block: Block) -> None:
+        final = block.finish_reason is not None
+        self._unsent.append(block)
+        if final:
+            self._log(block)
+        if final or self._client.stream:
+            self._reply.add(self._answer.index, self._answer.tensors(self._unsent), block.finish_reason)
+            self._unsent = []
+
+    def _log(self, last: Block) -> None:
+        """Say what the client may not expect, and why it had to do without drafts."""
+        for note in self._client.notes:
+            pb_utils.Logger.log_warn(f"request {self._client.request_id!r}: {note}")
+        if last.generation.draft_error is not None:
+            error = last.generation.draft_error
+            pb_utils.Logger.log_warn(f"request {self._client.request_id!r} went on without drafts: {error}")

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from trtspec_decoding.draft_length import DraftLength
 from trtspec_decoding.methods import IN_ENGINE, METHODS, Method, Setting
 from trtspec_decoding.request import Request
 from trtspec_decoding.sampling import request_sampling
@@ -33,11 +34,10 @@ _NOT_SUPPORTED = {
     ),
     "the engines have no LoRA weights": ("lora_task_id", "lora_weights", "lora_config"),
     "drafts are not constrained by a grammar": ("guided_decoding_guide_type", "guided_decoding_guide"),
-    "logits are not collected across cycles; ask the engine model": (
-        "return_context_logits",
-        "return_generation_logits",
-    ),
+    "the prompt's logits are not kept while drafts are verified; ask the engine model": ("return_context_logits",),
 }
+
+_MAX_LOGITS_BYTES = 256 << 20  # of one text: they are kept until its end, and go through shared memory
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class Settings:
     acceptance: str
     num_draft_tokens: int
     max_draft_len: int
+    draft_length: DraftLength
     max_input_len: int
     end_ids: tuple[int, ...]
     bos_token_id: int | None
@@ -69,8 +70,12 @@ class Settings:
     skip_special_tokens: bool
     exclude_input: bool
     max_concurrency: int
+    max_queued: int
+    alternate_phases: bool
+    pad_id: int
     plain_chunk_tokens: int
     call_timeout_s: float
+    draft_timeout_s: float
     draft_rest_s: float
 
     @property
@@ -111,6 +116,9 @@ class Settings:
                 acceptance=parameters["acceptance"],
                 num_draft_tokens=int(parameters["num_draft_tokens"]),
                 max_draft_len=int(parameters["max_draft_len"]),
+                draft_length=DraftLength.parse(
+                    parameters, int(parameters["max_draft_len"]), whole=bool(row and row.trees)
+                ),
                 max_input_len=int(parameters["max_input_len"]),
                 end_ids=tuple(int(token) for token in parameters["end_ids"].split(",") if token),
                 bos_token_id=_optional_int(parameters.get("bos_token_id")),
@@ -118,8 +126,12 @@ class Settings:
                 skip_special_tokens=parameters["skip_special_tokens"] == "true",
                 exclude_input=parameters["exclude_input_in_output"] == "true",
                 max_concurrency=int(parameters["max_concurrency"]),
+                max_queued=int(parameters["max_queued"]),
+                alternate_phases=parameters["alternate_phases"] == "true",
+                pad_id=int(parameters["pad_id"]),
                 plain_chunk_tokens=int(parameters["plain_chunk_tokens"]),
                 call_timeout_s=float(parameters["call_timeout_s"]),
+                draft_timeout_s=float(parameters["draft_timeout_s"]),
                 draft_rest_s=float(parameters["draft_rest_s"]),
             )
         except KeyError as error:
@@ -156,15 +168,45 @@ def _engine(role: str, parameters: Mapping[str, str]) -> EngineSettings:
 
 @dataclass(frozen=True)
 class ClientRequest:
-    """One request, understood: what to decode, and how to answer."""
+    """One text of a request, understood: what to decode, and how to answer."""
 
     decoding: Request
     prompt: str
     stream: bool
     exclude_input: bool
     acceptance: str
-    return_perf_metrics: bool
+    length_is_given: bool  # the client said how much to draft: no policy may change it
+    vocab_size: int
+    logits_dtype: type
+    num_texts: int
     notes: tuple[str, ...]
+    request_id: str = ""  # the client's
+
+
+def read_requests(inputs: Inputs, settings: Settings, tokenization: Tokenization) -> list[ClientRequest]:
+    """Translate the tensors of one request: a text for each row.
+
+    Raises:
+        ValueError: something is missing, out of range or not supported; the message names the tensor, and the row if
+            there are several.
+    """
+    texts = inputs.array("text_input")
+    num_texts = 1 if texts is None or texts.ndim < 2 else len(texts)
+    if texts is not None and texts.size != num_texts:
+        raise Refused(f"text_input has shape {list(texts.shape)}; expected one text a row")
+    if num_texts == 1:
+        return [read_request(inputs, settings, tokenization)]
+    clients = []
+    for row in range(num_texts):
+        try:
+            clients.append(
+                replace(read_request(inputs.row(row, num_texts), settings, tokenization), num_texts=num_texts)
+            )
+        except ValueError as error:
+            raise Refused(f"text {row}: {error}") from None
+    if len({client.stream for client in clients}) > 1:
+        raise Refused("stream is true for some of the texts; expected the same for all of them")
+    return clients
 
 
 def read_request(inputs: Inputs, settings: Settings, tokenization: Tokenization) -> ClientRequest:
@@ -185,6 +227,13 @@ def read_request(inputs: Inputs, settings: Settings, tokenization: Tokenization)
     max_tokens = inputs.integer("max_tokens", minimum=1)
     if max_tokens is None:
         raise Refused("max_tokens is missing; expected 1 or more")
+    return_logits = inputs.flag("return_generation_logits")
+    size = max_tokens * settings.vocab_size * 4
+    if return_logits and size > _MAX_LOGITS_BYTES:
+        raise Refused(
+            f"return_generation_logits for {max_tokens} tokens takes {size >> 20} MiB; expected at most "
+            f"{_MAX_LOGITS_BYTES >> 20} MiB: {_MAX_LOGITS_BYTES // 4 // settings.vocab_size} tokens"
+        )
     seed = inputs.integer("seed")
     sampling, notes = request_sampling(
         temperature=inputs.number("temperature"),
@@ -217,6 +266,8 @@ def read_request(inputs: Inputs, settings: Settings, tokenization: Tokenization)
         draft_context=settings.proposer.context if settings.proposer else None,
         plain_chunk_tokens=settings.plain_chunk_tokens,
         return_log_probs=inputs.flag("return_log_probs"),
+        return_generation_logits=return_logits,
+        return_perf_metrics=inputs.flag("return_perf_metrics"),
     )
     return ClientRequest(
         decoding=decoding,
@@ -224,7 +275,10 @@ def read_request(inputs: Inputs, settings: Settings, tokenization: Tokenization)
         stream=inputs.flag("stream"),
         exclude_input=inputs.flag("exclude_input_in_output", settings.exclude_input),
         acceptance=_acceptance(inputs, settings),
-        return_perf_metrics=inputs.flag("return_perf_metrics"),
+        length_is_given="num_draft_tokens" in inputs,
+        vocab_size=settings.vocab_size,
+        logits_dtype=np.float16 if settings.logits_dtype == "FP16" else np.float32,
+        num_texts=1,
         notes=notes,
     )
 
@@ -232,9 +286,6 @@ def read_request(inputs: Inputs, settings: Settings, tokenization: Tokenization)
 def _refuse_unsupported(inputs: Inputs) -> None:
     for reason, names in _NOT_SUPPORTED.items():
         inputs.refuse(names, reason)
-    text = inputs.array("text_input")
-    if text is not None and text.size != 1:
-        raise Refused(f"text_input has shape {list(text.shape)}; expected one text a request")
     for name in ("beam_width", "num_return_sequences"):
         count = inputs.integer(name, 1)
         if count != 1:

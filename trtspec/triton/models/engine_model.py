@@ -6,21 +6,42 @@ believed, because Triton passes wrong shapes and types through; every wait has a
 
 from __future__ import annotations
 
-import concurrent.futures
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as Timeout
 from functools import partial
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
-from trtspec_decoding.engine_call import EngineError, EngineRequest, EngineResult
+from trtspec_decoding.engine_call import NO_KV_BLOCKS, EngineError, EngineRequest, EngineResult, KvBlocks
 
+from .phases import Phases
 from .tensors import word_list
+from .threads import Watch
+
+Rescue = Callable[[EngineError], None]
 
 _GREEDY = np.ones((1, 1), dtype=np.int32)
 _TRUE = np.ones((1, 1), dtype=np.bool_)
 _LOGITS_DTYPES = {"FP32": np.float32, "FP16": np.float16}
+_NO_DRAFTS = np.zeros(0, dtype=np.int32)
+_KV_BLOCKS = ("kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks")
+_MAX_DOUBLINGS = 6
+_MISSING = ("is not ready", "is not found", "unknown model", "not available")
+
+
+class CallFailed(EngineError):
+    """A call came to nothing.
+
+    Attributes:
+        reason: failed, timeout, missing (there is no such model) or resting (it failed a moment ago).
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class EngineModel:
@@ -32,8 +53,11 @@ class EngineModel:
         num_ids: ids it may answer, fewer than `vocab_size` where the other model has a smaller vocabulary.
         logits_dtype: FP32 or FP16, what the engine models of this server take and answer.
         timeout_s: longest wait for one answer.
-        max_calls: calls that may be under way at the same time.
-        rest_s: after a failed call, further calls fail at once for so many seconds instead of waiting too.
+        watch: minds the deadlines.
+        max_calls: calls of requests that make several at a time.
+        rest_s: after a failed call, further calls fail at once for so many seconds instead of waiting too; then one
+            tries again, and if it fails as well, the rest is twice as long.
+        phases: takes turns with the other engines, in `phase`; None: whenever a request needs it.
     """
 
     def __init__(
@@ -44,76 +68,145 @@ class EngineModel:
         num_ids: int,
         logits_dtype: str,
         timeout_s: float,
+        watch: Watch,
         max_calls: int,
         rest_s: float = 0.0,
+        phases: Phases | None = None,
+        phase: str = "",
     ) -> None:
         self.name = name
         self._vocab_size = vocab_size
         self._num_ids = num_ids
         self._logits_dtype = _LOGITS_DTYPES[logits_dtype]
         self._timeout_s = timeout_s
+        self._watch = watch
         self._rest_s = rest_s
+        self._failures = 0  # in a row
         self._resting_until = 0.0
-        # Triton can neither cancel a call nor end it at a deadline, so each one waits in a thread that can be left.
-        self._threads = concurrent.futures.ThreadPoolExecutor(max_calls, thread_name_prefix=name)
+        self._trying_until = 0.0
+        self._phases, self._phase = phases, phase
+        self._threads = ThreadPoolExecutor(max_calls, thread_name_prefix=name)
 
-    def for_request(self, request_id: str) -> Callable[[EngineRequest], EngineResult]:
-        """The `EngineCall` of one generation; all its calls carry `request_id`."""
-        return partial(self._call, request_id)
+    @property
+    def resting(self) -> bool:
+        """Whether calls fail at once, because one failed a moment ago, or is just trying whether they still do."""
+        return bool(self._failures and self._rest_s) and time.monotonic() < max(self._resting_until, self._trying_until)
 
-    def for_several(self, request_id: str) -> Callable[[Sequence[EngineRequest]], list[EngineResult]]:
+    def for_request(self, request_id: str, rescue: Rescue) -> Callable[[EngineRequest], EngineResult]:
+        """The `EngineCall` of one generation; all its calls carry `request_id`.
+
+        A call that takes too long never returns to the thread that made it: `rescue` is given the error in another one.
+        """
+        return partial(self._call, request_id, rescue)
+
+    def for_several(self, request_id: str, rescue: Rescue) -> Callable[[Sequence[EngineRequest]], list[EngineResult]]:
         """The `EngineCalls` of one generation: all calls are under way before the first answer is waited for."""
-        return partial(self._call_several, request_id)
+        return partial(self._call_several, request_id, rescue)
 
     def close(self) -> None:
         """Take no further calls."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _call(self, request_id: str, request: EngineRequest) -> EngineResult:
+    def _call(self, request_id: str, rescue: Rescue, request: EngineRequest) -> EngineResult:
         """Run one request to its end.
 
         Raises:
-            EngineError: the model failed, took too long, is resting, or answered something else than was asked.
+            EngineError: the model failed, is resting, or answered something else than was asked.
         """
-        return self._call_several(request_id, [request])[0]
+        self._require_rested()
+        call = self._request(request_id, request)
+        token = object()
 
-    def _call_several(self, request_id: str, requests: Sequence[EngineRequest]) -> list[EngineResult]:
-        if time.monotonic() < self._resting_until:
-            raise EngineError(f"{self.name} is left alone for {self._rest_s:g} s after a failure")
-        # An engine tells requests apart by their ids.
-        ids = [request_id, *(f"{request_id}-{number}" for number in range(1, len(requests)))]
-        waiting: list[concurrent.futures.Future[Any]] = []
+        def too_late() -> None:
+            self._rest()
+            self._leave(token)
+            rescue(self._too_late())
+
+        self._enter(token)
         try:
-            waiting += [self._start(*call) for call in zip(ids, requests, strict=True)]
-            deadline = time.monotonic() + self._timeout_s
-            answers = [self._awaited(answer, deadline) for answer in waiting]
-            return [self._result(*both) for both in zip(requests, answers, strict=True)]
+            response = self._watch.call(partial(self._answered, call), self._timeout_s, too_late)
+            result = self._result(request, response)
+            self._failures = 0
+            return result
         except Exception:
-            self._resting_until = time.monotonic() + self._rest_s
+            self._rest()
+            raise
+        finally:
+            self._leave(token)
+
+    def _call_several(self, request_id: str, rescue: Rescue, requests: Sequence[EngineRequest]) -> list[EngineResult]:
+        if len(requests) == 1:
+            return [self._call(request_id, rescue, requests[0])]
+        self._require_rested()
+        token = object()
+        self._enter(token)
+        waiting = []
+        try:
+            for number, request in enumerate(requests):  # an engine tells requests apart by their ids
+                call = self._request(f"{request_id}-{number}" if number else request_id, request)
+                waiting.append(self._threads.submit(self._answered, call))
+            deadline = time.monotonic() + self._timeout_s
+            answers = [answer.result(max(0.0, deadline - time.monotonic())) for answer in waiting]
+            results = [self._result(*both) for both in zip(requests, answers, strict=True)]
+            self._failures = 0
+            return results
+        except Exception as error:
+            self._rest()
             for answer in waiting:
                 answer.cancel()
+            if isinstance(error, Timeout):
+                raise self._too_late() from None
             raise
+        finally:
+            self._leave(token)
 
-    def _start(self, request_id: str, request: EngineRequest) -> concurrent.futures.Future[Any]:
+    def _require_rested(self) -> None:
+        if self.resting:
+            raise CallFailed(f"{self.name} is left alone for a while after a failure", "resting")
+        if self._failures:
+            self._trying_until = time.monotonic() + self._timeout_s
+
+    def _rest(self) -> None:
+        self._resting_until = time.monotonic() + self._rest_s * 2 ** min(self._failures, _MAX_DOUBLINGS)
+        self._trying_until = 0.0
+        self._failures += 1
+
+    def _too_late(self) -> CallFailed:
+        return CallFailed(f"{self.name} did not answer within {self._timeout_s:g} s", "timeout")
+
+    def _enter(self, token: object) -> None:
+        if self._phases is not None:
+            self._phases.enter(self._phase, token)
+
+    def _leave(self, token: object) -> None:
+        if self._phases is not None:
+            self._phases.leave(token)
+
+    def _request(self, request_id: str, request: EngineRequest) -> Any:
         outputs = ["output_ids", "sequence_length"]
         if request.return_generation_logits:
             outputs.append("generation_logits")
         if request.return_log_probs:
             outputs.append("output_log_probs")
+        if request.return_perf_metrics:
+            outputs += _KV_BLOCKS
         inputs = [pb_utils.Tensor(name, array) for name, array in self._inputs(request).items()]
-        call = pb_utils.InferenceRequest(
+        return pb_utils.InferenceRequest(
             model_name=self.name, request_id=request_id, inputs=inputs, requested_output_names=outputs
         )
-        return self._threads.submit(call.exec)
 
-    def _awaited(self, answer: concurrent.futures.Future[Any], deadline: float) -> Any:
+    def _answered(self, call: Any) -> Any:
         try:
-            response = answer.result(max(0.0, deadline - time.monotonic()))
-        except concurrent.futures.TimeoutError:
-            raise EngineError(f"{self.name} did not answer within {self._timeout_s:g} s") from None
+            response = call.exec()
+        except pb_utils.TritonModelException as error:
+            raise self._failed(str(error)) from None
         if response.has_error():
-            raise EngineError(f"{self.name}: {response.error().message()}")
+            raise self._failed(response.error().message())
         return response
+
+    def _failed(self, message: str) -> CallFailed:
+        missing = any(words in message for words in _MISSING)
+        return CallFailed(f"{self.name}: {message}", "missing" if missing else "failed")
 
     def _inputs(self, request: EngineRequest) -> dict[str, np.ndarray]:
         """Tensors of the call, fitted to this model's vocabulary where draft and target pad theirs differently."""
@@ -130,13 +223,13 @@ class EngineModel:
         ids = self._checked(answer, "output_ids", np.int32, 3)[0, 0]  # [>= length]
         length = int(self._checked(answer, "sequence_length", np.int32, 2)[0, 0])
         start = len(request.input_ids)
-        if not start <= length <= len(ids) or not np.array_equal(ids[:start], request.input_ids):
+        if not start <= length <= len(ids) or (ids[:start] != request.input_ids).any():
             raise EngineError(
                 f"{self.name} answered {length} ids that do not begin with the {start} of its input; "
                 "expected exclude_input_in_output false"
             )
         new = ids[start:length]
-        if len(new) > request.max_new_tokens or ((new < 0) | (new >= self._num_ids)).any():
+        if len(new) > request.max_new_tokens or (len(new) and not 0 <= new.min() <= new.max() < self._num_ids):
             raise EngineError(
                 f"{self.name} answered {new.tolist()}; expected up to {request.max_new_tokens} ids "
                 f"from 0 to {self._num_ids - 1}"
@@ -153,13 +246,17 @@ class EngineModel:
             values = self._checked(answer, "output_log_probs", np.float32, 3)[0, 0]
             log_probs = np.zeros(len(new), dtype=np.float32)
             log_probs[: min(len(values), len(new))] = values[: len(new)]
-        drafts = np.zeros(0, dtype=np.int32) if request.draft_tokens is None else request.draft_tokens
+        kv_blocks = NO_KV_BLOCKS
+        if request.return_perf_metrics:
+            kv_blocks = KvBlocks(*(int(answer[name].reshape(-1)[0]) for name in _KV_BLOCKS if name in answer))
+        drafts = _NO_DRAFTS if request.draft_tokens is None else request.draft_tokens
         return EngineResult(
             output_ids=new,
             generation_logits=logits,
             log_probs=log_probs,
             num_draft_tokens=len(drafts),
             num_accepted=num_equal(new, drafts),
+            kv_blocks=kv_blocks,
         )
 
     def _checked(self, answer: dict[str, np.ndarray], name: str, dtype: type, rank: int) -> np.ndarray:
@@ -199,6 +296,8 @@ def request_tensors(request: EngineRequest) -> dict[str, np.ndarray]:
         tensors["return_generation_logits"] = _TRUE
     if request.return_log_probs:
         tensors["return_log_probs"] = _TRUE
+    if request.return_perf_metrics:
+        tensors["return_perf_metrics"] = _TRUE
     sampling = request.sampling
     if sampling.greedy:
         tensors["runtime_top_k"] = _GREEDY
@@ -233,8 +332,11 @@ def with_end_id(new: np.ndarray, request: EngineRequest) -> np.ndarray:
 def num_equal(new: np.ndarray, drafts: np.ndarray) -> int:
     """How many of the first tokens are the draft's: the accepted ones."""
     n = min(len(new), len(drafts))
-    differing = np.flatnonzero(new[:n] != drafts[:n])
-    return int(differing[0]) if len(differing) else n
+    if not n:
+        return 0
+    differing = new[:n] != drafts[:n]
+    first = int(differing.argmax())
+    return first if differing[first] else n
 
 
 def _fitted(array: np.ndarray, size: int, missing: float) -> np.ndarray:

@@ -37,18 +37,18 @@ class TritonPythonModel:
             return pb_utils.InferenceResponse(
                 error=pb_utils.TritonError(f"postprocessing: {error}", pb_utils.TritonError.INVALID_ARG)
             )
-        return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", np.array([texts], dtype=np.object_))])
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", np.array(texts, dtype=np.object_))])
 
     def _texts(self, tokens: np.ndarray, lengths: np.ndarray) -> list[bytes]:
-        """Text of every beam of tokens int32 `[1, beams, len]` with lengths int32 `[1, beams]`."""
-        if tokens.ndim != 3 or tokens.shape[0] != 1 or lengths.shape != tokens.shape[:2]:
+        """Texts `[rows * beams]` of tokens int32 `[rows, beams, len]` with lengths int32 `[rows, beams]`."""
+        if tokens.ndim != 3 or lengths.shape != tokens.shape[:2]:
             raise Refused(
                 f"TOKENS_BATCH has shape {list(tokens.shape)}, SEQUENCE_LENGTH {list(lengths.shape)}; "
-                "expected [1, beams, len] and [1, beams]"
+                "expected [rows, beams, len] and [rows, beams]"
             )
         if ((lengths < 0) | (lengths > tokens.shape[2])).any():
             raise Refused(f"SEQUENCE_LENGTH holds {lengths.tolist()} for {tokens.shape[2]} tokens")
-        rows = zip(tokens[0].tolist(), lengths[0].tolist(), strict=True)
+        rows = zip(tokens.reshape(-1, tokens.shape[2]).tolist(), lengths.reshape(-1).tolist(), strict=True)
         texts = []
         for ids, length in rows:
             if any(token < 0 for token in ids[:length]):

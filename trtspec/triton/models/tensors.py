@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 MAX_WORDS = 1024  # stop, bad or biased words of one request; each costs time on every token
+MAX_WORDS_BYTES = 64 << 10  # all of them together
 
 
 class Refused(ValueError):
@@ -34,6 +35,17 @@ class Inputs:
     def array(self, name: str) -> np.ndarray | None:
         """The tensor as it came, or None."""
         return self._arrays.get(name)
+
+    def row(self, index: int, num_rows: int) -> Inputs:
+        """The inputs of one of several rows that came together.
+
+        Raises:
+            Refused: a tensor with another number of rows.
+        """
+        for name, array in self._arrays.items():
+            if not array.ndim or len(array) != num_rows:
+                raise Refused(f"{name} has shape {list(array.shape)}; expected {num_rows} rows")
+        return Inputs({name: array[index : index + 1] for name, array in self._arrays.items()})
 
     def integer(self, name: str, default: int | None = None, minimum: int | None = None) -> int | None:
         """One whole number."""
@@ -86,7 +98,10 @@ class Inputs:
             return []
         if array.size > MAX_WORDS:
             raise Refused(f"{name} has {array.size} entries; expected at most {MAX_WORDS}")
-        return [_decoded(name, value) for value in array.reshape(-1)]
+        values = array.reshape(-1).tolist()
+        if (size := sum(len(value) for value in values if isinstance(value, (bytes, str)))) > MAX_WORDS_BYTES:
+            raise Refused(f"{name} holds {size} bytes; expected at most {MAX_WORDS_BYTES}")
+        return [_decoded(name, value) for value in values]
 
     def _scalar(self, name: str) -> Any:
         array = self._arrays.get(name)
