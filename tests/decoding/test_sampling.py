@@ -72,6 +72,14 @@ def test_zero_top_p_is_no_valid_parameter_but_a_left_out_request_field():
         ({"top_k": 1}, GREEDY),
         ({"top_k": 0}, GREEDY),
         ({"seed": 5}, SamplingParams(seed=5)),
+        ({"temperature": 1.0}, GREEDY),
+        (
+            {"temperature": 1.0, "top_k": 0, "top_p": 0.0, "repetition_penalty": 1.2},
+            SamplingParams(repetition_penalty=1.2),
+        ),
+        ({"temperature": 1.0, "seed": 5}, SamplingParams(temperature=1.0, seed=5)),
+        ({"temperature": 1.0, "top_p": 1.0}, SamplingParams(temperature=1.0)),
+        ({"temperature": 1.0, "top_k": 5}, SamplingParams(temperature=1.0, top_k=5)),
         ({"repetition_penalty": 1.2}, SamplingParams(repetition_penalty=1.2)),
         ({"top_p": 0.9}, SamplingParams(temperature=1.0, top_p=0.9)),
         ({"top_p": 1.0}, SamplingParams(temperature=1.0)),
@@ -95,6 +103,12 @@ def test_temperature_alone_gets_a_note_and_an_explicit_top_p():
     assert "greedily" in notes[0]
     for quiet in ({"temperature": 0.7, "top_p": 1.0}, {"temperature": 0.7, "top_k": 50}, {"temperature": 0}, {}):
         assert request_sampling(**quiet)[1] == ()
+
+
+def test_temperature_one_alone_says_how_to_sample():
+    _, notes = request_sampling(temperature=1.0)
+    assert "top_p 1.0 or a seed" in notes[0]
+    assert request_sampling(temperature=1.0, seed=3)[1] == request_sampling(temperature=1.0, seed=4)[1] != notes
 
 
 def test_processing_is_free_when_nothing_applies():

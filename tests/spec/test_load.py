@@ -256,6 +256,54 @@ WRONG_KEYS: dict[str, tuple[str, str]] = {
         "version: 1\ntarget: {model: a}\nspeculation: {method: medusa, medusa: {heads: h, choices: [[-1]]}}\n",
         "t.yaml:3: speculation.medusa.choices[0][0]: -1 is not allowed; expected at least 0",
     ),
+    "draft length by an unknown policy": (
+        MINIMAL + "serving: {draft_length: {policy: auto}}\n",
+        "t.yaml:7: serving.draft_length.policy: 'auto' is not allowed; expected one of fixed, schedule, adaptive",
+    ),
+    "schedule without one": (
+        MINIMAL + "serving:\n  draft_length: {policy: schedule}\n",
+        "t.yaml:8: serving.draft_length.schedule: empty; expected loads and lengths such as {4: 4, 8: 2, 16: 0}",
+    ),
+    "schedule that falls": (
+        MINIMAL + "serving:\n  draft_length:\n    schedule: {8: 2, 4: 4}\n",
+        "t.yaml:9: serving.draft_length.schedule: load 4 stands after 8; expected rising loads",
+    ),
+    "schedule from no request on": (
+        MINIMAL + "serving: {draft_length: {schedule: {0: 2}}}\n",
+        "t.yaml:7: serving.draft_length.schedule: load 0; expected 1 or more requests",
+    ),
+    "schedule by words": (
+        MINIMAL + "serving: {draft_length: {schedule: {few: 2}}}\n",
+        "t.yaml:7: serving.draft_length.schedule: 'few' is no number of requests; expected a whole number",
+    ),
+    "schedule twice at a load": (
+        MINIMAL + "serving: {draft_length: {schedule: {4: 4, 04: 2}}}\n",
+        "t.yaml:7: serving.draft_length.schedule: load 4 is given twice; expected rising loads",
+    ),
+    "schedule of a negative length": (
+        MINIMAL + "serving: {draft_length: {schedule: {4: -1}}}\n",
+        "t.yaml:7: serving.draft_length.schedule[4]: -1 is not allowed; expected at least 0",
+    ),
+    "schedule as a list": (
+        MINIMAL + "serving: {draft_length: {schedule: [4, 2]}}\n",
+        "t.yaml:7: serving.draft_length.schedule: a list is not allowed; expected numbers by number of requests",
+    ),
+    "negative cost": (
+        MINIMAL + "serving: {draft_length: {token_cost: {1: -0.5}}}\n",
+        "t.yaml:7: serving.draft_length.token_cost[1]: -0.5 is not allowed; expected at least 0.0",
+    ),
+    "cost that is no number": (
+        MINIMAL + "serving: {draft_length: {token_cost: {1: .nan}}}\n",
+        "t.yaml:7: serving.draft_length.token_cost[1]: nan is not allowed; expected a finite number",
+    ),
+    "no costs": (
+        MINIMAL + "serving: {draft_length: {token_cost: {}}}\n",
+        "t.yaml:7: serving.draft_length.token_cost: empty; expected loads and costs such as {1: 0.2, 16: 1.1}",
+    ),
+    "costs that fall behind": (
+        MINIMAL + "serving: {draft_length: {token_cost: {4: 0.2, 2: 0.1}}}\n",
+        "t.yaml:7: serving.draft_length.token_cost: load 2 stands after 4; expected rising loads",
+    ),
     "item of a list": (
         "version: 1\ntarget: {model: a}\nspeculation:\n  method: tree\n  draft: {model: b}\n  tree:\n"
         "    branching:\n      - 2\n      - many\n",
@@ -422,6 +470,19 @@ def test_prompts_that_are_not_named_are_asked_for(tmp_path: Path) -> None:
     spec = load_spec(write(tmp_path, MINIMAL, "t.yaml"))
     with pytest.raises(TrtspecError, match=r"t\.yaml:1: parity\.prompts: no prompts to check with"):
         _ = spec.prompts_path
+
+
+def test_draft_lengths_by_load(tmp_path: Path) -> None:
+    section = "{policy: adaptive, schedule: {4: 4, 8: 2, 16: 0}, token_cost: {1: 0.2, 16: 1}}"
+    spec = load_spec(write(tmp_path, MINIMAL + f"serving: {{draft_length: {section}}}\n"))
+    chosen = spec.serving.draft_length
+    assert chosen is not None and chosen.policy == "adaptive"
+    assert chosen.schedule == {4: 4, 8: 2, 16: 0}
+    assert chosen.token_cost == {1: 0.2, 16: 1.0}
+    again = load_spec(write(tmp_path, yaml.safe_dump(spec.resolved(), sort_keys=False), "again.yaml"))
+    assert again.serving == spec.serving
+    assert again.hash() == spec.hash()
+    assert load_spec(write(tmp_path, MINIMAL)).serving.draft_length is None
 
 
 def test_the_hash_sees_content_and_nothing_else(tmp_path: Path) -> None:

@@ -231,6 +231,29 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         "serving.chunked_context: long prompts cannot be cut without paged context FMHA; set "
         "engine.paged_context_fmha: true, or remove this key",
     ),
+    "draft lengths of an engine that drafts by itself": (
+        spec_of("lookahead", **H100, serving={"draft_length": {"policy": "adaptive"}}),
+        "serving.draft_length.policy: method lookahead drafts inside the target's engine, always the same number of "
+        "tokens; use fixed, or remove serving.draft_length",
+    ),
+    "a schedule beyond the draft tokens": (
+        spec_of(
+            "ngram",
+            speculation={"num_draft_tokens": 3},
+            serving={"draft_length": {"policy": "schedule", "schedule": {4: 4, 8: 2}}},
+        ),
+        "serving.draft_length.schedule.4: 4 draft tokens, but a cycle proposes at most 3; use at most 3, or raise "
+        "speculation.num_draft_tokens",
+    ),
+    "a schedule of parts of a tree": (
+        spec_of(
+            "tree",
+            speculation=DRAFT | {"tree": {"branching": [2, 1]}},
+            serving={"draft_length": {"policy": "schedule", "schedule": {2: 4, 4: 2, 8: 0}}},
+        ),
+        "serving.draft_length.schedule.4: 2 draft tokens are a part of the tree, which is made whole or not at all; "
+        "write 4, or 0",
+    ),
 }  # fmt: skip
 
 
@@ -322,6 +345,14 @@ REMARKS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no cache reuse": (
         spec_of("draft_target", speculation=DRAFT, engine={"kv_cache_reuse": False, "paged_context_fmha": False}),
         ["engine.kv_cache_reuse: without it every cycle computes the whole text again"],
+    ),
+    "draft lengths by load that are right": (
+        spec_of("ngram", serving={"draft_length": {"policy": "schedule", "schedule": {4: 4, 8: 2, 16: 0}}}),
+        [],
+    ),
+    "draft lengths of plain decoding": (
+        spec_of("none", serving={"draft_length": {"policy": "schedule", "schedule": {4: 4}}}),
+        [],
     ),
     "a short draft": (
         spec_of("draft_target", speculation={"draft": {"model": "small", "max_seq_len": 1025}}),

@@ -220,6 +220,28 @@ REFUSED = [
         "serving.kv_cache_free_gpu_mem_fraction.draft: target and draft share",
     ),
     (
+        "mtp",
+        ["serving.draft_length.policy=adaptive"],
+        "serving.draft_length.policy: the LLM API does not adapt the draft length to what is accepted; use policy: "
+        "schedule, or fixed",
+    ),
+    (
+        "ngram",
+        ["serving.draft_length={policy: schedule, schedule: {4: 3, 8: 2}}"],
+        "serving.draft_length.schedule: 3 draft tokens at load 4; the LLM API begins with all 5; write 4: 5",
+    ),
+    (
+        "ngram",
+        ["engine.version=1.3.0rc3", "serving.draft_length={policy: schedule, schedule: {4: 5, 8: 2}}"],
+        "serving.draft_length.schedule: the LLM API of TensorRT-LLM 1.3.0rc3 drafts 5 tokens or none; write only "
+        "{N: 5}, or use engine.version 1.3.0",
+    ),
+    (
+        "ngram",
+        ["engine.version=1.2.1", "serving.draft_length={policy: schedule, schedule: {4: 5, 8: 0, 16: 5}}"],
+        "serving.draft_length.schedule: the LLM API of TensorRT-LLM 1.2.1 drafts 5 tokens or none",
+    ),
+    (
         "none",
         ["target.tensor_parallel=16", "hardware.num_nodes=2"],
         "hardware.num_nodes: the model needs 16 GPUs and one node has 8",
@@ -237,6 +259,37 @@ def test_what_the_llm_api_cannot_honour_is_refused(load: Load, method: str, over
     with pytest.raises(TrtspecError) as refused:
         model_yaml(load(method, *overrides))
     assert any(message in line for line in str(refused.value).splitlines()), refused.value
+
+
+SCHEDULES = {
+    # by steps: the largest load of each, and nothing beyond the last
+    ("1.3.0", "{4: 5, 8: 2, 16: 0}"): {"draft_len_schedule": {4: 5, 8: 2}},
+    ("1.3.0", "{4: 5, 8: 0, 16: 2}"): {"draft_len_schedule": {4: 5, 8: 0, 16: 2}},
+    ("1.4.0rc4", "{8: 5}"): {"draft_len_schedule": {8: 5}},
+    # on or off
+    ("1.2.1", "{4: 5, 8: 5, 16: 0}"): {"max_concurrency": 8},
+    ("1.3.0rc3", "{8: 5}"): {"max_concurrency": 8},
+}
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_target", "mtp", "eagle"])
+@pytest.mark.parametrize(("version", "schedule"), SCHEDULES)
+def test_a_schedule_of_draft_lengths_is_the_llms(
+    load: Load, check_arguments: Callable[[dict[str, Any], str], None], method: str, version: str, schedule: str
+) -> None:
+    most = ("speculation.num_draft_tokens=5",)
+    plain = model_yaml(load(method, *most, version=version))
+    setting = f"serving.draft_length={{policy: schedule, schedule: {schedule}}}"
+    content = model_yaml(load(method, *most, setting, version=version))
+    check_arguments({key: value for key, value in content.items() if key != "triton_config"}, version)
+    assert content["speculative_config"] == plain["speculative_config"] | SCHEDULES[version, schedule]
+
+
+@pytest.mark.parametrize("setting", ["{}", "{policy: fixed}", "{policy: fixed, schedule: {4: 2}}"])
+def test_fixed_draft_lengths_change_nothing_in_the_llm(load: Load, setting: str) -> None:
+    assert model_yaml(load("ngram", f"serving.draft_length={setting}")) == model_yaml(load("ngram"))
+    plain = load("none", "serving.draft_length={policy: schedule, schedule: {4: 2}}")
+    assert model_yaml(plain) == model_yaml(load("none"))
 
 
 @pytest.mark.parametrize("method", ["medusa", "tree", "cascade", "lookahead", "redrafter"])

@@ -47,6 +47,7 @@ class Generation:
         cancelled: asked before every engine call.
         kv_blocks: of the target, over all its calls, if the request asks for them.
         draft_limit: most draft tokens of the next cycle, besides what the request says; None: no other limit.
+        plain_limit: most tokens to ask of the target in the next cycle if nothing is drafted; None: a chunk.
         acceptance: counters.
         draft_acceptance: counters inside the drafter: how a cascade's middle model accepted; else zeros.
         fallbacks: cycles that the target made without drafts, by reason: `draft_error`, `draft_empty`, `draft_context`
@@ -70,6 +71,7 @@ class Generation:
         self.finish_reason: FinishReason | None = None
         self.cancelled = cancelled
         self.draft_limit: int | None = None
+        self.plain_limit: int | None = None
         self.kv_blocks = NO_KV_BLOCKS
         self.acceptance = Acceptance()
         self.draft_acceptance = Acceptance()
@@ -128,7 +130,7 @@ class Generation:
         """
         if num_drafted or self.draft_room:
             return num_drafted + 1
-        return min(self.request.plain_chunk_tokens, self._cycle_limit)
+        return min(self.plain_limit or self.request.plain_chunk_tokens, self._cycle_limit)
 
     @property
     def _emission_limit(self) -> int:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 _GREEDY_BELOW = 1e-5  # a smaller temperature is greedy: dividing by it only loses digits
 _BLOCK = 64  # ids looked at together when the largest logits are searched
 _MASK64 = (1 << 64) - 1
+_NEUTRAL = "temperature 1 alone is greedy, as with TensorRT-LLM; to sample, send top_p 1.0 or a seed as well"
 _LANES = {"accept": 0x9E3779B97F4A7C15, "token": 0xD1B54A32D192ED03}
 
 
@@ -99,9 +100,10 @@ def request_sampling(
 ) -> tuple[SamplingParams, tuple[str, ...]]:
     """A request's optional fields as sampling parameters, and notes for whoever wrote the request.
 
-    Nothing given is greedy; so are temperature 0 and top_k 1. A temperature alone samples from the whole
-    distribution; top_k, top_p or min_p alone sample at temperature 1. As in TensorRT-LLM, 0 for top_k or top_p
-    is the same as leaving it out.
+    Nothing given is greedy; so are temperature 0 and top_k 1, and temperature 1 with nothing else, not even a seed:
+    clients of the upstream repository always send it and get greedy text from TensorRT-LLM. Another temperature alone
+    samples from the whole distribution; top_k, top_p or min_p alone sample at temperature 1. As in TensorRT-LLM, 0 for
+    top_k or top_p is the same as leaving it out.
 
     Raises:
         ValueError: a field out of range; the message begins with its name.
@@ -119,6 +121,13 @@ def request_sampling(
     given = {name: value for name, value in given.items() if value is not None}
     if temperature is None and ("top_p" in given or given.get("top_k") or given.get("min_p")):
         given["temperature"] = 1.0
+    elif (
+        isinstance(temperature, float)
+        and temperature == 1.0
+        and not given.keys() & {"top_p", "seed"}
+        and not (given.get("top_k") or given.get("min_p"))
+    ):
+        return SamplingParams(**(given | {"temperature": 0.0})), (_NEUTRAL,)
     params = SamplingParams(**given)
     if params.greedy:
         return replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0), ()

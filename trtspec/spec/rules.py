@@ -44,7 +44,7 @@ class Broken:
 
 def broken_rules(spec: Spec) -> list[Broken]:
     """Every rule that `spec` breaks, in the order of the sections."""
-    rules = (_sections, _layers, _draft_lengths, _trees, _acceptance, _machine, _devices, _engine)
+    rules = (_sections, _layers, _draft_lengths, _trees, _acceptance, _machine, _devices, _draft_policy, _engine)
     return [broken for rule in rules for broken in rule(spec)]
 
 
@@ -211,6 +211,26 @@ def _devices(spec: Spec) -> Iterator[Broken]:
     if serving.chunked_context and not spec.engine.paged_context_fmha:
         problem = "long prompts cannot be cut without paged context FMHA"
         yield Broken(("serving", "chunked_context"), problem, "set engine.paged_context_fmha: true, or remove this key")
+
+
+def _draft_policy(spec: Spec) -> Iterator[Broken]:
+    """Draft lengths by load are those of a method that drafts out here, and no longer than what it drafts at most."""
+    chosen, method, count = spec.serving.draft_length, spec.speculation.method, spec.speculation.num_draft_tokens
+    if chosen is None or chosen.policy == "fixed" or method == "none":
+        return
+    key: Key = ("serving", "draft_length")
+    if method not in BLS_METHODS and spec.engine.track == "engine":
+        problem = f"method {method} drafts inside the target's engine, always the same number of tokens"
+        yield Broken((*key, "policy"), problem, "use fixed, or remove serving.draft_length")
+        return
+    for load, length in chosen.schedule.items() if chosen.policy == "schedule" else ():
+        place: Key = (*key, "schedule", str(load))
+        if length > count:
+            fix = f"use at most {count}, or raise speculation.num_draft_tokens"
+            yield Broken(place, f"{length} draft tokens, but a cycle proposes at most {count}", fix)
+        elif method == "tree" and 0 < length < count:
+            problem = f"{length} draft tokens are a part of the tree, which is made whole or not at all"
+            yield Broken(place, problem, f"write {count}, or 0")
 
 
 def _engine(spec: Spec) -> Iterator[Broken]:

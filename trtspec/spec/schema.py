@@ -535,6 +535,9 @@ class Serving(Section):
     """Longest wait for one call to an engine that drafts, in seconds; then the target goes on alone for a while."""
     startup_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Longest wait for the server to answer its first request, in seconds."""
+    probe_interval_s: Annotated[float, Field(gt=0)] = 30.0
+    """How often the local server's supervisor sends small requests to models that no traffic shows to be alive, in
+    seconds; one that answers none is loaded again."""
     default_num_draft_tokens: Annotated[int, Field(ge=0)] | None = None
     """Draft tokens for requests that do not say; unset is speculation.num_draft_tokens."""
     draft_length: DraftLength | None = None

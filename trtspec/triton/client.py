@@ -215,6 +215,8 @@ class Client:
         import grpc
 
         model = model or (STREAMING_MODEL if stream else UNARY_MODEL)
+        if temperature and not top_k and top_p is None:
+            top_p = 1.0  # a temperature alone may mean greedy to a server
         info = self.info(model)
         request = generation_request(
             model,

@@ -45,6 +45,9 @@ ONE_MODEL = frozenset({"eagle3", "mtp"})
 _GREEDY_ONLY_BEFORE = "1.3.0rc0"
 # From some pre-release of 1.3 on, a draft model is part of the target's module too.
 _DRAFTS_IN_MODEL_SINCE = "1.3.0rc0"
+# The loads of a draft_len_schedule are the largest of their steps; at first they were the smallest. Until when is not
+# known exactly, and a schedule that is read the other way is not refused.
+_SCHEDULE_TO_LARGEST_SINCE = "1.3.0rc27"
 
 # What each part of model.yaml may hold: field, type, the first version that has it and the first that does not; `-` is
 # the beginning, a missing end means that it is still there.
@@ -339,6 +342,7 @@ def refusals(spec: Spec) -> Iterator[Refusal]:
     """Every setting that the LLM API cannot honour, in the order of the sections."""
     yield from _model_refusals(spec)
     yield from _speculation_refusals(spec)
+    yield from _draft_length_refusals(spec)
     yield from _engine_refusals(spec)
     yield from _serving_refusals(spec)
 
@@ -427,6 +431,42 @@ def _speculation_refusals(spec: Spec) -> Iterator[Refusal]:
             f"the LLM API verifies what it drafts: {speculation.num_draft_tokens} tokens",
             "remove this key",
         )
+
+
+def _draft_length_refusals(spec: Spec) -> Iterator[Refusal]:
+    chosen, version, most = spec.serving.draft_length, spec.engine.version, spec.speculation.num_draft_tokens
+    if chosen is None or drafting(spec) is None:
+        return
+    if chosen.policy == "adaptive":
+        yield Refusal(
+            ("serving", "draft_length", "policy"),
+            "the LLM API does not adapt the draft length to what is accepted",
+            "use policy: schedule, or fixed",
+        )
+    if chosen.policy != "schedule":
+        return
+    key: Key = ("serving", "draft_length", "schedule")
+    smallest, length = next(iter(chosen.schedule.items()))
+    if length != most:
+        fix = f"write {smallest}: {most}"
+        yield Refusal(key, f"{length} draft tokens at load {smallest}; the LLM API begins with all {most}", fix)
+    elif _order(version) < _order(_SCHEDULE_TO_LARGEST_SINCE) and not _switches_off(spec):
+        yield Refusal(
+            key,
+            f"the LLM API of TensorRT-LLM {version} drafts {most} tokens or none",
+            f"write only {{N: {most}}}, or use engine.version 1.3.0",
+        )
+
+
+def _switches_off(spec: Spec) -> int | None:
+    """The load up to which all tokens are drafted, when the schedule drafts none beyond; None when it goes by steps."""
+    schedule = spec.serving.draft_length.schedule if spec.serving.draft_length else {}
+    if not set(schedule.values()) <= {0, spec.speculation.num_draft_tokens}:
+        return None
+    lengths = list(schedule.values())
+    if lengths != sorted(lengths, reverse=True):
+        return None
+    return max((load for load, length in schedule.items() if length), default=None)
 
 
 def _engine_refusals(spec: Spec) -> Iterator[Refusal]:
@@ -519,6 +559,13 @@ def _speculation(spec: Spec, kind: str, draft_path: str | None) -> dict[str, Any
         config[switch] = True
     if speculation.acceptance == "logits":
         config[name("rejection_sampling")] = True
+    if spec.serving.draft_length and spec.serving.draft_length.policy == "schedule":
+        if _order(version) >= _order(_SCHEDULE_TO_LARGEST_SINCE):
+            schedule = spec.serving.draft_length.schedule
+            last = max(load for load, length in schedule.items() if length)  # beyond it nothing is drafted anyway
+            config[name("draft_len_schedule")] = {load: schedule[load] for load in schedule if load <= last}
+        else:
+            config[name("max_concurrency")] = _switches_off(spec)
     return config
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -212,18 +212,24 @@ class Text:
 
     def serve(self) -> None:
         """Generate the text; the reply is ended, whatever happens."""
-        self._generation = self._model.generation(self._client, self._is_cancelled)
-        self._pace = self._model.pace(self._client)
-        self._go_on()
+        self._send(self._begin)
 
     def _is_cancelled(self) -> bool:
         return self._departure() or self._reply.ended
 
-    def _go_on(self) -> None:
+    def _begin(self) -> Iterator[Block]:
+        self._generation = self._model.generation(self._client, self._is_cancelled)
+        self._pace = self._model.pace(self._client)
+        return self._go_on()
+
+    def _go_on(self) -> Iterator[Block]:
         drafter = self._model.drafter(self._client, self._call_id, self._rescue)
         verifier = self._model.verifier(self._call_id, self._rescue("target"))
+        return run(self._generation, drafter, verifier, self._pace)
+
+    def _send(self, blocks: Callable[[], Iterator[Block]]) -> None:
         try:
-            for block in run(self._generation, drafter, verifier, self._pace):
+            for block in blocks():
                 self._add(block)
         except EngineError as error:
             self._fail_for(error)
@@ -242,8 +248,8 @@ class Text:
             self._fail_for(error)
             return
         self._generation.draft_failed(error)
-        self._pace.draft_failed(error)
-        self._go_on()
+        self._pace.draft_late(error)
+        self._send(self._go_on)
 
     def _fail_for(self, error: EngineError) -> None:
         """The target did not answer."""

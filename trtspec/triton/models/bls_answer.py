@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -42,7 +43,8 @@ class Answer:
         self._counts_passes = counts_passes
         self._scheduled_ns = time.time_ns()
         self._first_ns = 0
-        self._prefix = "" if client.exclude_input else client.prompt
+        # A stream never has the prompt, as with TensorRT-LLM, whose clients count on it.
+        self._prefix = "" if client.exclude_input or client.stream else client.prompt
         self._cum_log_prob = 0.0
 
     def tensors(self, blocks: Sequence[Block]) -> Tensors:
@@ -138,6 +140,7 @@ class Reply:
         self._rows: list[Tensors | None] = [None] * num_texts
         self._num_open = num_texts
         self.ended = False
+        self._closed = False
 
     def add(self, index: int, tensors: Tensors, finish_reason: str | None) -> None:
         """More of one text, with its finish reason if it is the last; without a stream there is only the last."""
@@ -166,15 +169,25 @@ class Reply:
             self._outbox.put(partial(self._send, {}, "error", pb_utils.TritonError(message, code)))
 
     def _send(self, tensors: Mapping[str, np.ndarray], finish_reason: str | None, error: Any = None) -> None:
-        """One response; the final one has a finish reason."""
+        """One response; the final one has a finish reason. After one that cannot be sent there is an error at most."""
+        if self._closed:
+            return
         try:
-            if finish_reason is not None:
-                self._ending(finish_reason)
             made = [pb_utils.Tensor(name, array) for name, array in tensors.items() if name in self._wanted]
             response = pb_utils.InferenceResponse(error=error) if error else pb_utils.InferenceResponse(made)
-            self._sender.send(response, flags=_FINAL if finish_reason is not None else 0)
+            self._respond(response, finish_reason)
         except Exception as problem:
             pb_utils.Logger.log_error(f"a response could not be sent: {problem!r}")
+            self.ended = True
+            error = pb_utils.TritonError("internal error: a response could not be sent", pb_utils.TritonError.INTERNAL)
+            with suppress(Exception):
+                self._respond(pb_utils.InferenceResponse(error=error), "error")
+
+    def _respond(self, response: Any, finish_reason: str | None) -> None:
+        if finish_reason is not None and not self._closed:
+            self._closed = True
+            self._ending(finish_reason)
+        self._sender.send(response, flags=_FINAL if finish_reason is not None else 0)
 
 
 def _stacked(rows: Sequence[Tensors], pad_id: int) -> Tensors:

@@ -242,8 +242,10 @@ def read_request(inputs: Inputs, settings: Settings, tokenization: Tokenization)
         repetition_penalty=inputs.number("repetition_penalty"),
         presence_penalty=inputs.number("presence_penalty"),
         frequency_penalty=inputs.number("frequency_penalty"),
-        seed=secrets.randbits(64) if seed is None else seed,  # without a seed every answer is a new draw
+        seed=seed,
     )
+    if seed is None:
+        sampling = sampling.seeded(secrets.randbits(64))  # every answer is a new draw
     if settings.greedy_only and not sampling.greedy:
         raise Refused(
             f"the request samples (temperature {sampling.temperature:g}); the engine's own drafting "

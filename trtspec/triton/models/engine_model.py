@@ -6,6 +6,7 @@ believed, because Triton passes wrong shapes and types through; every wait has a
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -81,7 +82,9 @@ class EngineModel:
         self._timeout_s = timeout_s
         self._watch = watch
         self._rest_s = rest_s
-        self._failures = 0  # in a row
+        self._failures = 0  # in a row, those of calls that were under way together counted once
+        self._failed_at = 0.0
+        self._lock = threading.Lock()
         self._resting_until = 0.0
         self._trying_until = 0.0
         self._phases, self._phase = phases, phase
@@ -113,12 +116,12 @@ class EngineModel:
         Raises:
             EngineError: the model failed, is resting, or answered something else than was asked.
         """
-        self._require_rested()
+        began = self._require_rested()
         call = self._request(request_id, request)
         token = object()
 
         def too_late() -> None:
-            self._rest()
+            self._rest(began)
             self._leave(token)
             rescue(self._too_late())
 
@@ -129,7 +132,7 @@ class EngineModel:
             self._failures = 0
             return result
         except Exception:
-            self._rest()
+            self._rest(began)
             raise
         finally:
             self._leave(token)
@@ -137,7 +140,7 @@ class EngineModel:
     def _call_several(self, request_id: str, rescue: Rescue, requests: Sequence[EngineRequest]) -> list[EngineResult]:
         if len(requests) == 1:
             return [self._call(request_id, rescue, requests[0])]
-        self._require_rested()
+        began = self._require_rested()
         token = object()
         self._enter(token)
         waiting = []
@@ -151,7 +154,7 @@ class EngineModel:
             self._failures = 0
             return results
         except Exception as error:
-            self._rest()
+            self._rest(began)
             for answer in waiting:
                 answer.cancel()
             if isinstance(error, Timeout):
@@ -160,16 +163,24 @@ class EngineModel:
         finally:
             self._leave(token)
 
-    def _require_rested(self) -> None:
-        if self.resting:
-            raise CallFailed(f"{self.name} is left alone for a while after a failure", "resting")
-        if self._failures:
-            self._trying_until = time.monotonic() + self._timeout_s
+    def _require_rested(self) -> float:
+        """The time; a call that begins now tries for all others if the last one failed."""
+        with self._lock:
+            now = time.monotonic()
+            if self.resting:
+                raise CallFailed(f"{self.name} is left alone for a while after a failure", "resting")
+            if self._failures:
+                self._trying_until = now + self._timeout_s
+            return now
 
-    def _rest(self) -> None:
-        self._resting_until = time.monotonic() + self._rest_s * 2 ** min(self._failures, _MAX_DOUBLINGS)
-        self._trying_until = 0.0
-        self._failures += 1
+    def _rest(self, began: float) -> None:
+        with self._lock:
+            if self._failures and began < self._failed_at:  # that failure is known
+                return
+            self._failed_at = time.monotonic()
+            self._resting_until = self._failed_at + self._rest_s * 2 ** min(self._failures, _MAX_DOUBLINGS)
+            self._trying_until = 0.0
+            self._failures += 1
 
     def _too_late(self) -> CallFailed:
         return CallFailed(f"{self.name} did not answer within {self._timeout_s:g} s", "timeout")

@@ -51,30 +51,41 @@ class MeasuredPace(Pace):
         self._length = 0
         self._target_seen = self._draft_seen = 0  # tokens of the context that each has read
         self._error: Exception | None = None
+        self._late = False
         self._ended = self._began = self._proposed = time.perf_counter()
 
     def begin(self, generation: Generation) -> int | None:
         """The limit by load, acceptance and times; 0 while what drafts rests."""
+        if self._late:  # the same cycle once more: it began before, and its time went into the draft
+            return 0
         self._began, self._error, self._in_flight = time.perf_counter(), generation.draft_error, self._load.in_flight
-        generation.draft_limit = limit = None
+        generation.draft_limit = generation.plain_limit = limit = None
         room = generation.draft_room
         if room and self._proposers and all(engine.resting for engine in self._proposers):
             self._metrics.fallback("draft_resting")
             limit = 0
         elif room and self._lengths and self._running:
             limit = self._lengths.choose(self._in_flight, self._running, room)
+            if limit == 0 and self._running.trial:
+                generation.plain_limit = 1  # enough to learn what a plain pass takes
         self._length = room if limit is None else limit
         return limit
 
     def proposed(self, generation: Generation, proposal: Proposal) -> None:
         """Takes the time, and counts what went wrong."""
         self._proposed = time.perf_counter()
-        if not len(proposal.tokens) and generation.draft_error is not self._error:
+        if not len(proposal.tokens) and generation.draft_error is not self._error and not self._late:
             self.draft_failed(generation.draft_error)
+        self._late = False
 
     def draft_failed(self, error: Exception | None) -> None:
         """Counts a cycle that has no drafts because of `error`."""
         self._metrics.fallback(f"draft_{getattr(error, 'reason', 'nonsense')}")
+
+    def draft_late(self, error: Exception) -> None:
+        """The cycle begins again, and does without drafts."""
+        self.draft_failed(error)
+        self._late = True
 
     def verified(self, generation: Generation, proposal: Proposal, verification: Verification) -> None:
         """Counts the cycle."""
@@ -83,7 +94,7 @@ class MeasuredPace(Pace):
         draft_s, verify_s = self._proposed - self._began, now - self._proposed
         pipeline_s, self._ended = self._began - self._ended, now
         self._metrics.cycle(self._length, drafted, accepted, emitted, draft_s, verify_s, pipeline_s)
-        if self._lengths and self._running:
+        if self._lengths and self._running and generation.draft_error is self._error:
             depth = proposal.depth
             self._running.update(depth, accepted)
             unread = context - min(self._target_seen, self._draft_seen if drafted else self._target_seen)
@@ -96,6 +107,6 @@ class MeasuredPace(Pace):
                 verify_s / passes,
                 unread,
             )
-        self._target_seen = context
+        self._target_seen = context + max(emitted - 1, 0)  # not its last token, which it has not read yet
         if drafted:
             self._draft_seen = context

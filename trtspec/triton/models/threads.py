@@ -59,8 +59,12 @@ class Workers:
         """Finish what was submitted; threads that wait for a call that never ends are left."""
         self._tasks.put(None)
         deadline = time.monotonic() + _END_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        while (thread := self._living()) and (left := deadline - time.monotonic()) > 0:
+            thread.join(left)
+
+    def _living(self) -> threading.Thread | None:
+        """One that has not ended; others may come in the place of those that are left behind."""
+        return next((thread for thread in tuple(self._threads) if thread.is_alive()), None)
 
     def _work(self, task: Callable[[], None] | None) -> None:
         try:
