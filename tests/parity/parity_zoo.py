@@ -11,21 +11,34 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
-from parity_doubles import CUT, DRAFT, END, FULL, TARGET, VOCAB, decode, trial
+from parity_doubles import CUT, DRAFT, END, FULL, TARGET, VOCAB, Table, decode, trial
 
 from trtspec.decoding.sampling import SamplingParams, probabilities, processed_logits
 from trtspec.parity.sampled import PENALISED
 from trtspec.parity.subjects import Answer, Query
-from trtspec.parity.trial import Trial
+from trtspec.parity.trial import Case, Trial
 
 Row = np.ndarray  # [VOCAB]
 NUCLEUS = SamplingParams(temperature=1.0, top_p=0.6)
+
+
+def wide_tables(vocab: int = 512) -> tuple[Table, Table]:
+    """Target and draft with as many rare ids as a vocabulary has; about 3 ids in 100 share most of a row."""
+    rng = np.random.default_rng(0)
+    target = rng.dirichlet(np.full(vocab, 0.05), size=vocab)
+    draft = 0.2 * target + 0.8 * rng.dirichlet(np.full(vocab, 0.05), size=vocab)
+    target, draft = target + 1e-6, draft + 1e-6
+    return Table(target / target.sum(axis=1, keepdims=True)), Table(draft / draft.sum(axis=1, keepdims=True))
+
+
+WIDE_TARGET, WIDE_DRAFT = wide_tables()
 
 
 class Sampler:
     """The right one, as a subject."""
 
     name = "sampler"
+    target, draft = TARGET, DRAFT
 
     def generate(self, query: Query) -> Answer:
         """Cycle after cycle until an end id or `max_tokens`."""
@@ -69,10 +82,10 @@ class Sampler:
         return block.index(END) if END in block else None
 
     def p(self, text: Sequence[int], place: int) -> Row:
-        return law(TARGET.rows[text[-1]], self.query.sampling, self.counted(text))
+        return law(self.target.rows[text[-1]], self.query.sampling, self.counted(text))
 
     def q(self, text: Sequence[int], place: int) -> Row:
-        return law(DRAFT.rows[text[-1]], self.query.sampling, self.counted(text))
+        return law(self.draft.rows[text[-1]], self.query.sampling, self.counted(text))
 
     def counted(self, text: Sequence[int]) -> tuple[int, ...]:
         """What penalties count at this place: what was seen before the cycle, and this cycle's tokens."""
@@ -246,6 +259,101 @@ class Mixture(Sampler):
         return (1 - self.share) * super().p(text, place) + self.share * self.q(text, place)
 
 
+class OtherSettings(Sampler):
+    """The target is sampled with settings of its own."""
+
+    def settings(self, asked: SamplingParams) -> SamplingParams:
+        raise NotImplementedError
+
+    def p(self, text: Sequence[int], place: int) -> Row:
+        return law(self.target.rows[text[-1]], self.settings(self.query.sampling), self.counted(text))
+
+
+class TopKOfOneLess(OtherSettings):
+    def settings(self, asked: SamplingParams) -> SamplingParams:
+        return replace(asked, top_k=max(0, asked.top_k - 1))
+
+
+class MinPToo(OtherSettings):
+    target, draft = WIDE_TARGET, WIDE_DRAFT
+
+    def settings(self, asked: SamplingParams) -> SamplingParams:
+        return replace(asked, min_p=0.02)
+
+
+class PenaltiesTwice(OtherSettings):
+    def settings(self, asked: SamplingParams) -> SamplingParams:
+        return replace(
+            asked,
+            repetition_penalty=asked.repetition_penalty**2,
+            presence_penalty=2 * asked.presence_penalty,
+            frequency_penalty=2 * asked.frequency_penalty,
+        )
+
+
+class FrequencyTwice(OtherSettings):
+    def settings(self, asked: SamplingParams) -> SamplingParams:
+        return replace(asked, frequency_penalty=2 * asked.frequency_penalty)
+
+
+class CoarseNumbers(Sampler):
+    """Random numbers of 8 bits."""
+
+    target, draft = WIDE_TARGET, WIDE_DRAFT
+
+    def uniform(self, place: int) -> float:
+        return self.rng.randrange(256) / 256
+
+    def draw(self, weights: Row) -> int:
+        return pick(weights, self.uniform(0))
+
+
+class OneNumberForAPass(Sampler):
+    """The same random number decides on all draft tokens of a pass."""
+
+    def uniform(self, place: int) -> float:
+        if place == 0:
+            self.number = self.rng.random()
+        return self.number
+
+
+class PenaltiesForgetThePrompt(Sampler):
+    def counted(self, text: Sequence[int]) -> tuple[int, ...]:
+        return super().counted(text)[len(self.query.ids) :]
+
+
+class OutputAlone(PenaltiesForgetThePrompt):
+    """The presence and frequency penalties count the output alone; the repetition penalty counts the prompt too."""
+
+    def p(self, text: Sequence[int], place: int) -> Row:
+        return self.both(self.target, text)
+
+    def q(self, text: Sequence[int], place: int) -> Row:
+        return self.both(self.draft, text)
+
+    def both(self, table: Table, text: Sequence[int]) -> Row:
+        sampling = self.query.sampling
+        if not sampling.penalised:
+            return law(table.rows[text[-1]], sampling, ())
+        repeated = replace(sampling, presence_penalty=0.0, frequency_penalty=0.0)
+        row = processed_logits(table.rows[text[-1]], np.array(Sampler.counted(self, text)), 0, repeated).astype(
+            np.float32
+        )
+        return law(row, replace(sampling, temperature=1.0, repetition_penalty=1.0), self.counted(text))
+
+
+class TypicalToo(Sampler):
+    """A draft token of probability 0.1 is good enough, whatever the draft thinks of it."""
+
+    def acceptance(self, p: Row, q: Row, draft: int) -> float:
+        return 1.0 if p[draft] >= 0.1 else super().acceptance(p, q, draft)
+
+
+class AcceptsTooReadily(Sampler):
+    def acceptance(self, p: Row, q: Row, draft: int) -> float:
+        return min(1.0, 1.1 * float(p[draft] / q[draft]))
+
+
 @dataclass(frozen=True)
 class Exhibit:
     """A broken sampler, what must find it, and after how many tokens at most.
@@ -255,18 +363,25 @@ class Exhibit:
         finds: a part of the name of a test or of a problem, one of those by which it shows.
         budget: new tokens.
         samplings: settings of the check.
+        prompts: their ids.
     """
 
     make: Callable[[], Sampler]
     finds: str
     budget: int = 1000
     samplings: tuple[SamplingParams, ...] = (FULL, CUT, PENALISED)
+    prompts: tuple[tuple[int, ...], ...] = ((1,), (2,), (3,), (4,))
 
-    def trial(self, seed: int = 0) -> Trial:
-        """The run that has to find it."""
-        return trial(num_samples=self.budget, samplings=self.samplings, seed=seed)
+    def trial(self, seed: int = 0, budget: int | None = None) -> Trial:
+        """The run that has to find it, or one of another budget."""
+        cases = tuple(Case(number, decode([*ids]), ids) for number, ids in enumerate(self.prompts, 1))
+        made = trial(num_samples=budget or self.budget, samplings=self.samplings, seed=seed, cases=cases)
+        target, draft = self.make().target, self.make().draft
+        yardstick = replace(made.yardstick, target=target, draft=draft, vocab_size=len(target.rows))
+        return replace(made, yardstick=yardstick)
 
 
+PROMPTS = ((1, 9, 4), (2, 14, 7), (3, 6, 11), (4, 13, 10))
 ZOO: dict[str, Exhibit] = {
     "always accept": Exhibit(AcceptsAlways, "leans towards the draft"),
     "accept with q instead of p/q": Exhibit(AcceptsWithQ, "leans away from the draft"),
@@ -282,5 +397,23 @@ ZOO: dict[str, Exhibit] = {
     "KV cache off by one after rejection": Exhibit(CacheOffByOne, "first tokens of a pass"),
     "seed reused every cycle": Exhibit(SeedEveryCycle, "same place, next pass"),
     "a 2 percent mixture of the draft distribution": Exhibit(Mixture, "mixed with the draft", 10000, (FULL,)),
+    "top-k one too small, behind top-p": Exhibit(TopKOfOneLess, "a top-k of one id less", 3000, (CUT,)),
+    "a min-p of 0.02 that nobody asked for": Exhibit(MinPToo, "a min-p of 0.02", 1000, (FULL,)),
+    "random numbers of 8 bits": Exhibit(CoarseNumbers, "random numbers of 8 bits", 1000, (FULL,)),
+    "one random number for all draft tokens of a pass": Exhibit(OneNumberForAPass, "one random number", 3000, (FULL,)),
+    "penalties that ignore the prompt": Exhibit(
+        PenaltiesForgetThePrompt, "penalties that ignore the prompt", 2000, (PENALISED,), PROMPTS
+    ),
+    "presence and frequency penalties of the output alone": Exhibit(
+        OutputAlone, "penalties that ignore the prompt", 3000, (PENALISED,), PROMPTS
+    ),
+    "penalties applied twice": Exhibit(PenaltiesTwice, "penalties applied twice", 1000, (PENALISED,)),
+    "a frequency penalty that counts twice": Exhibit(FrequencyTwice, "counts twice", 3000, (PENALISED,)),
+    "typical acceptance of probable draft tokens": Exhibit(TypicalToo, "always accepted", 3000, (CUT,)),
 }
 """The broken samplers that the check of sampled tokens must find, by name."""
+
+HARD: dict[str, Exhibit] = {
+    "acceptance 1.1 times too probable": Exhibit(AcceptsTooReadily, "1.1 times too readily", 10000, (FULL,)),
+}
+"""What needs more tokens than a run has: `calibrate.py` measures how often it is found."""

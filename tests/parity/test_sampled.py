@@ -15,7 +15,7 @@ import numpy as np
 import parity_doubles as doubles
 import pytest
 from calibrate import one_run
-from parity_doubles import CUT, FULL, TARGET, engine, subject, trial
+from parity_doubles import CUT, FULL, TARGET, VOCAB, engine, subject, trial
 from parity_zoo import ZOO, AcceptsAlways, ArgmaxDrafts, ResidualFromP, Sampler
 
 from trtspec.decoding.sampling import SamplingParams
@@ -23,9 +23,22 @@ from trtspec.errors import TrtspecError
 from trtspec.parity import statistics
 from trtspec.parity.draws import check_draws
 from trtspec.parity.result import Verdict
-from trtspec.parity.sampled import _HINTS, PENALISED, Transforms, _Looks, check_sampled, collect, judge, places, plan
+from trtspec.parity.sampled import (
+    _HINTS,
+    PENALISED,
+    Fault,
+    Transforms,
+    _Looks,
+    check_sampled,
+    collect,
+    judge,
+    places,
+    plan,
+    transforms,
+)
 from trtspec.parity.subjects import Answer, Query, Subject, Unsupported
 from trtspec.parity.subjects.in_process import InProcess
+from trtspec.parity.trial import Case
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -105,6 +118,25 @@ def test_every_test_says_where_to_look() -> None:
     assert len(set(names)) == len(names)
     for name in names:
         assert any(name.startswith(start) for start in _HINTS), name
+
+
+@pytest.mark.parametrize("sampling", [FULL, CUT, PENALISED, replace(PENALISED, top_k=5, frequency_penalty=300.0)])
+def test_known_faults_are_laws_on_what_the_reference_can_emit(sampling: SamplingParams) -> None:
+    """Else their likelihood ratios would grow under the hypothesis too. Each of 16 tokens behind 0, 1, ... accepted."""
+    made, prompt, before = trial(), (3, 5, 5), []
+    case = Case(1, "", prompt)
+    query = Query("", prompt, 40, sampling, num_draft_tokens=3)
+    for place in range(4):
+        mean = np.zeros(len(Fault))
+        for last in range(VOCAB):
+            block = (*before, last) if last else tuple(before)
+            answer = Answer((block,), doubles.decode(list(block)), "length" if last else "stop")
+            stream, _ = transforms(made, "", case, query, answer, np.random.default_rng(0))
+            if len(stream) > place:
+                mean += stream[place].probability * np.array(stream[place].faults)
+        assert (mean < 1 + 1e-9).all() and (mean > 0.3).all(), dict(zip(Fault, mean, strict=True))
+        row = TARGET.rows[before[-1] if before else prompt[-1]]
+        before.append(int(made.yardstick.distribution(row, (*prompt, *before), sampling)[1:].argmax()) + 1)
 
 
 def test_looks_share_the_false_alarm_rate() -> None:

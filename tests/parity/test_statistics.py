@@ -7,12 +7,14 @@ import pytest
 
 from trtspec.parity.statistics import (
     chi_square,
+    coarse,
     detectable,
     detectable_draws,
     holm,
     independence,
     indicator,
     leaning,
+    likelihood,
     mixture,
     odds,
     overlap,
@@ -20,6 +22,7 @@ from trtspec.parity.statistics import (
     radius,
     rarest,
     reuse,
+    speculated,
     surprise,
     total_variation,
     transform,
@@ -75,6 +78,44 @@ def test_likelihood_ratio_of_a_mixture_by_hand() -> None:
     assert found.statistic == pytest.approx(best)
     assert found.p_value == pytest.approx(1 / best)
     assert mixture("", np.ones(10), "mixed").p_value == 1.0
+
+
+def test_likelihood_of_several_faults_by_hand() -> None:
+    """Averaged over the two: 1.25 after the first token, (2 * 3 + .25) / 2 after the second, less after the third."""
+    ratios = np.array([[2.0, 0.5], [3.0, 0.5], [0.5, 1.0]])
+    found = likelihood("", ratios, ["one", "other"])
+    assert found.statistic == pytest.approx(3.125)
+    assert found.p_value == pytest.approx(1 / 3.125)
+    assert found.words == "one"
+    assert likelihood("", ratios[:, ::-1], ["one", "other"]).words == "other"
+    assert likelihood("", np.ones((0, 2)), ["one", "other"]).p_value == 1.0
+
+
+def test_likelihood_keeps_its_level_at_any_time() -> None:
+    """Hypothesis: the p-value is .05 or less in 5 % of right samples at most, although it looks after every token.
+
+    2000 samples of 100 tokens, two alternatives; at a true rate of .05 more than 131 have probability 1e-3.
+    """
+    rng = np.random.default_rng(6)
+    ratios = np.array([[2.5, 0.5], [0.9, 1.1], [0.625, 1.15]])
+    p = np.array([0.1, 0.5, 0.4])
+    assert p @ ratios == pytest.approx([0.95, 1.06], abs=0.05)
+    ratios /= p @ ratios
+    samples = (ratios[rng.choice(3, size=100, p=p)] for _ in range(2000))
+    low = sum(likelihood("", sample, ["one", "other"]).p_value <= 0.05 for sample in samples)
+    assert 0 < low <= 131
+
+
+def test_what_a_cycle_emits_by_hand() -> None:
+    p, q = np.array([0.5, 0.5, 0.0]), np.array([0.25, 0.25, 0.5])
+    rest = np.array([0.5, 0.5, 0.0])
+    assert speculated(q, np.array([1.0, 1.0, 0.0]), rest) == pytest.approx(p)
+    assert speculated(q, np.array([1.0, 1.0, 0.4]), rest) == pytest.approx([0.4, 0.4, 0.2])
+
+
+def test_coarse_numbers_by_hand() -> None:
+    # of 0, 1/4, 1/2, 3/4: the first two fall on id 0 (to .3), none on id 1 (to .4), 1/2 and 3/4 on ids 2 and 3
+    assert coarse(np.array([0.3, 0.1, 0.2, 0.4]), 4).tolist() == [0.5, 0.0, 0.25, 0.25]
 
 
 def test_a_few_rare_jumps_are_no_evidence() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from trtspec.parity.result import Check, Finding, Verdict, worst
 from trtspec.parity.statistics import NO_MOMENTS, Evidence, Moments
 from trtspec.parity.subjects import END, Answer, Query, Subject, Unsupported
 from trtspec.parity.trial import Case, Trial
+from trtspec.parity.yardstick import Yardstick
 
 SAMPLED = "sampled"
 HYPOTHESIS = "each sampled token is a draw from the reference's distribution given the tokens before it"
@@ -33,6 +35,10 @@ _MAX_FAULTS = 5  # faults after which more of the same teach nothing
 _NUM_TOLD = 3  # tokens shown with a deviation
 _MAX_PENALTY = 3.0  # logits beyond which a larger penalty counts no more
 _BINS = 20
+_BITS = 8
+_READILY = 1.1
+_PROBABLE = 0.1
+_DOUBT = 0.1  # share of the reference in each known fault, so that one token does not rule it out
 
 FIRST, LATER, BONUS = "first tokens of a pass", "later tokens of a pass", "bonus tokens"
 _HINTS = {
@@ -43,10 +49,10 @@ _HINTS = {
     "all tokens, by id": "the random numbers, and the draw from a distribution",
     "all tokens, by probability": "temperature, top-k, top-p, and the logits themselves",
     "all tokens, draft's first choice": "draft tokens that are its first choice, but judged as if drawn",
+    "all tokens, known faults": "the fault named here",
     "all tokens": "the rule of acceptance, the residual, and whether q is what the draft was drawn from",
     "seen tokens, of the same pass": "whether penalties count the tokens of the same pass, accepted drafts too",
     "draft overlap, by id": "random numbers that draw a draft token and decide on it as well",
-    "last id kept": "which ids top-k and top-p keep at their border",
     "end id": "how the end id is judged: min_tokens, bans, its logit",
     "seen tokens": "what the penalties count: the prompt, the output, and no rejected draft token",
     "least probable token": "the token named here; top-k and top-p",
@@ -54,6 +60,27 @@ _HINTS = {
     "same place, next pass": "random numbers that start again in each pass",
     "same position, next answer": "whether the seed of the request is used",
 }
+
+
+class Fault(Enum):
+    """Broken samplers whose distribution is known, given the tokens before."""
+
+    TOP_K = "a top-k of one id less"
+    TOP_P = "a top-p without its last id"
+    MIN_P = "a min-p of 0.02"
+    LARGE_MIN_P = "a min-p of 0.1"
+    COARSE = "random numbers of 8 bits"
+    SHARED = "one random number that decides on all draft tokens of a pass"
+    READILY = "draft tokens accepted 1.1 times too readily"
+    TYPICAL = "draft tokens of probability 0.1 always accepted"
+    PROMPT = "penalties that ignore the prompt"
+    COUNTS = "presence and frequency penalties that ignore the prompt"
+    TWICE = "penalties applied twice"
+    FREQUENCY = "a frequency penalty that counts twice"
+
+
+_MIN_P = {Fault.MIN_P: 0.02, Fault.LARGE_MIN_P: 0.1}
+_FAULTS = [fault.value for fault in Fault]
 
 
 @dataclass(frozen=True)
@@ -78,9 +105,9 @@ class Transforms:
         reuse: the terms of `statistics.reuse`; zeros without a draft.
         seen, seen_in_pass: the terms of the score test of all penalties, and of those for tokens of the same pass;
             zeros without any.
-        border: the terms of the least probable id that top-k, top-p and min-p leave; zeros if they leave all.
         end: the terms of the end id.
         ratio: q/p of the token; 1 without a draft.
+        faults: r/p of the token, for r by each `Fault`; 1 where it makes no difference.
     """
 
     conversation: int
@@ -102,9 +129,9 @@ class Transforms:
     reuse: Moments = NO_MOMENTS
     seen: Moments = NO_MOMENTS
     seen_in_pass: Moments = NO_MOMENTS
-    border: Moments = NO_MOMENTS
     end: Moments = NO_MOMENTS
     ratio: float = 1.0
+    faults: tuple[float, ...] = (1.0,) * len(Fault)
 
 
 class _Test(NamedTuple):
@@ -199,6 +226,7 @@ def transforms(
     rows = yardstick.along(case.ids, answer.tokens)
     draft_rows = yardstick.draft_along(case.ids, answer.tokens)
     result: list[Transforms] = []
+    reach = 1.0  # a random number that accepted all draft tokens of the pass so far is below this
     for position, (row, token, place) in enumerate(zip(rows, answer.tokens, places(answer), strict=False)):
         index = yardstick.index(token)
         context = (*query.ids, *answer.tokens[:position])
@@ -213,6 +241,7 @@ def transforms(
         v_id, v_probability, v_odds = rng.random(3)
         by_probability = by_odds = statistics.transform(p, index, v_probability, score=p)
         terms: dict[str, Any] = {}
+        q = None
         if draft_rows is not None:
             q = draft_distribution(draft_rows[position], context, sampling, yardstick.end_ids)
             odds = statistics.odds(p, q)
@@ -223,13 +252,18 @@ def transforms(
                 "reuse": statistics.reuse(p, q, index),
                 "ratio": float(odds[index]),
             }
+        drafts = q if place < query.num_draft_tokens else None
+        reach = reach if place else 1.0
+        laws = _faulty_cycle(p, drafts, reach) | _faulty_settings(yardstick, row, context, sampling, p)
+        if drafts is not None and drafts[index]:
+            reach = min(reach, float(p[index] / drafts[index]))
         if sampling.penalised:
-            terms["seen"] = statistics.against(p, _penalties(p, yardstick.distribution(row, (), sampling)), index)
+            without = yardstick.distribution(row, (), sampling)
+            terms["seen"] = statistics.against(p, _penalties(p, without), index)
+            laws |= _faulty_penalties(yardstick, row, answer.tokens[:position], query, p, without)
             if place:
                 before = yardstick.distribution(row, context[:-place], sampling)
                 terms["seen_in_pass"] = statistics.against(p, _penalties(p, before), index)
-        if (kept := np.flatnonzero(p)).size < len(p):
-            terms["border"] = statistics.indicator(p, int(kept[p[kept].argmin()]), index)
         if yardstick.end_ids:
             terms["end"] = statistics.indicator(p, yardstick.end_ids[0], index)
         result.append(
@@ -248,10 +282,73 @@ def transforms(
                 by_probability=by_probability,
                 by_odds=by_odds,
                 surprise=statistics.surprise(p, index),
+                faults=tuple(
+                    _DOUBT + (1.0 - _DOUBT) * float(laws[fault][index] / p[index]) if fault in laws else 1.0
+                    for fault in Fault
+                ),
                 **terms,
             )
         )
     return result, findings
+
+
+def _faulty_settings(
+    yardstick: Yardstick, row: np.ndarray, context: Sequence[int], sampling: SamplingParams, p: np.ndarray
+) -> dict[Fault, np.ndarray]:
+    """What faults of top-k, top-p and min-p make of p, `[vocab]` each."""
+    laws = {fault: np.where(p >= share * p.max(), p, 0.0) for fault, share in _MIN_P.items()}
+    kept = np.flatnonzero(p)
+    if sampling.top_k > 1:
+        laws[Fault.TOP_K] = yardstick.distribution(row, context, replace(sampling, top_k=sampling.top_k - 1))
+    if sampling.top_p < 1.0 and kept.size not in (1, sampling.top_k):
+        laws[Fault.TOP_P] = np.where(np.arange(len(p)) == kept[p[kept].argmin()], 0.0, p)
+    return {fault: law / law.sum() for fault, law in laws.items()}
+
+
+def _faulty_penalties(
+    yardstick: Yardstick, row: np.ndarray, output: Sequence[int], query: Query, p: np.ndarray, without: np.ndarray
+) -> dict[Fault, np.ndarray]:
+    """What faults of the penalties make of p, `[vocab]` each; `without` is p without any."""
+    sampling = query.sampling
+    in_prompt, in_output = (np.bincount(ids, minlength=len(p)) for ids in (query.ids, np.array(output, dtype=int)))
+    presence = sampling.presence_penalty * ((in_prompt > 0) & (in_output == 0))
+    return {
+        Fault.PROMPT: yardstick.distribution(row, output, sampling),
+        Fault.COUNTS: _tilted(p, presence + sampling.frequency_penalty * in_prompt),
+        Fault.TWICE: _tilted(p, -_penalties(p, without)),
+        Fault.FREQUENCY: _tilted(p, -sampling.frequency_penalty * (in_prompt + in_output)),
+    }
+
+
+def _tilted(p: np.ndarray, logs: np.ndarray) -> np.ndarray:
+    """p with these numbers `[vocab]` added to its logits."""
+    logs = np.where(p > 0, logs, -np.inf)
+    weights = p * np.exp(logs - logs.max())
+    return weights / weights.sum()
+
+
+def _faulty_cycle(p: np.ndarray, q: np.ndarray | None, reach: float) -> dict[Fault, np.ndarray]:
+    """What faults of the cycle emit, `[vocab]` each: in place of a draft token from q, or, without q, drawn from p.
+
+    Args:
+        reach: the random number that decided on the draft tokens of this pass, if there is one, is below this.
+    """
+    levels = 2**_BITS
+    if q is None:
+        return {Fault.COARSE: statistics.coarse(p, levels)}
+    ratio = np.divide(p, q, out=np.ones_like(p), where=q > 0)
+    accepted = np.minimum(1.0, ratio)
+    rest = np.maximum(p - q, 0.0)
+    rest = rest / total if (total := rest.sum()) > 1e-12 else p
+    coarse_rest = statistics.coarse(rest, levels)
+    rule = {
+        Fault.SHARED: np.minimum(1.0, ratio / reach),
+        Fault.READILY: np.minimum(1.0, _READILY * ratio),
+        Fault.TYPICAL: np.where(p >= _PROBABLE, 1.0, accepted),
+    }
+    laws = {fault: statistics.speculated(q, accepts, rest) for fault, accepts in rule.items()}
+    coarse_rule = np.ceil(levels * accepted) / levels
+    return laws | {Fault.COARSE: statistics.speculated(statistics.coarse(q, levels), coarse_rule, coarse_rest)}
 
 
 def draft_distribution(
@@ -325,6 +422,8 @@ def _battery(stream: Sequence[Transforms], num_settings: int) -> list[_Test]:
     leaning("all tokens, draft's first choice", "favourite", everywhere, draft)
     mixed = statistics.mixture("all tokens, mixed with the draft", columns["ratio"], "some tokens come from the draft")
     tests.append(_Test(mixed, columns["ratio"] > 1.0))
+    known = statistics.likelihood("all tokens, known faults", columns["faults"], _FAULTS)
+    tests.append(_Test(known, columns["faults"][:, _FAULTS.index(known.words)] > 1.0))
     leaning(
         "seen tokens", "seen", everywhere, ("ids that were seen come too often", "ids that were seen come too rarely")
     )
@@ -335,7 +434,6 @@ def _battery(stream: Sequence[Transforms], num_settings: int) -> list[_Test]:
         ("ids of the same pass come too often", "ids of the same pass come too rarely"),
     )
     leaning("draft overlap, by id", "reuse", everywhere, ("rejections favour high ids", "rejections favour low ids"))
-    leaning("last id kept", "border", everywhere, ("it comes too often", "it comes too rarely"))
     leaning("end id", "end", everywhere, ("answers end too soon", "answers end too late"))
     tests.append(_Test(statistics.rarest("least probable token", columns["by_probability"]), everywhere))
     independence("neighbours", [(token.conversation,) for token in stream])
@@ -351,6 +449,7 @@ def _columns(stream: Sequence[Transforms]) -> dict[str, np.ndarray]:
     for field in fields(Transforms):
         if field.default == NO_MOMENTS:
             columns[field.name] = columns[field.name].reshape(-1, len(NO_MOMENTS))
+    columns["faults"] = columns["faults"].reshape(-1, len(Fault))
     return columns
 
 

@@ -29,8 +29,8 @@ beta = 1 - sum(min(p, q)): r/p - 1 is s - E s for s = min(1, q/p), so the sum of
 most powerful test (the score test), and a good one for every other leak of the draft. `overlap` gives its terms.
 
 **Single ids.** Some faults strike one id of every distribution, which the bulk hides: a draft that proposes its most
-likely token, judged as if it had been drawn; a border of top-k or top-p that is off by one id; an end id with a rule of
-its own. `indicator` gives the terms of the tests that look there alone.
+likely token, judged as if it had been drawn; an end id with a rule of its own. `indicator` gives the terms of the tests
+that look there alone.
 
 **Reuse.** Where one random number draws a draft token and decides on it too, tokens of low quantile in the draft's
 distribution are let through and those of high quantile are rejected. `reuse` gives the terms of a test for that.
@@ -39,6 +39,10 @@ distribution are let through and those of high quantile are rejected. `reuse` gi
 likelihood ratio, the product of 1 - m + m q/p(x_t) (Neyman and Pearson 1933); whatever the subject's tokens depend on,
 its expectation is 1 at most under the hypothesis, so that it exceeds 1/alpha with probability alpha at most, at any
 time (Ville 1939). `mixture` uses that and no approximation: q/p has tails that no normal law describes.
+
+**Known faults.** The same holds for every broken sampler whose distribution r is known given the prefix: the product of
+r/p(x_t) is its most powerful test. `speculated` and `coarse` give r for faults of acceptance and of random numbers;
+`likelihood` tests several faults at once, and says which one fits best.
 
 **Surprise.** Another temperature, or truncation, changes how probable the tokens are in the mean: the score test has
 the terms of -log p. `surprise` gives them.
@@ -143,6 +147,26 @@ def reuse(p: np.ndarray, q: np.ndarray, token: int) -> Moments:
     return against(p, rejected * (q.cumsum() - q / 2.0 - 0.5), token)
 
 
+def speculated(q: np.ndarray, accepted: np.ndarray, residual: np.ndarray) -> np.ndarray:
+    """What a cycle emits in place of a draft token, `[vocab]`.
+
+    Args:
+        q: what the draft token is drawn from, `[vocab]`.
+        accepted: probability of accepting each id, `[vocab]`.
+        residual: what a rejected one is replaced from, `[vocab]`; sums to 1.
+    """
+    kept = q * accepted
+    return kept + (1.0 - kept.sum()) * residual
+
+
+def coarse(p: np.ndarray, levels: int) -> np.ndarray:
+    """What a draw by id from p `[vocab]` becomes if its random number has so many levels: 0, 1 / levels, ..."""
+    cumulative = p.cumsum()
+    numbers = np.ceil(levels * cumulative / cumulative[-1])  # of those that draw this id or a lower one
+    numbers[1:] -= numbers[:-1].copy()
+    return numbers / levels
+
+
 def uniformity(name: str, u: np.ndarray, words: tuple[str, str]) -> Evidence:
     """Kolmogorov-Smirnov test, exact for every sample size; the statistic is the distance D of the distribution
     functions.
@@ -209,10 +233,23 @@ def mixture(name: str, ratios: np.ndarray, words: str) -> Evidence:
             way, whose inverse is the p-value (Ville).
         words: what it means.
     """
-    shares = np.array(_MIXTURES)[:, None]
-    logs = np.log1p(shares * (ratios[None, :] - 1.0)).cumsum(axis=1)
-    peak = float(np.logaddexp.reduce(logs, axis=0).max(initial=0.0)) - math.log(len(_MIXTURES))
-    return Evidence(name, len(ratios), math.exp(min(700.0, peak)), min(1.0, math.exp(-peak)), words)
+    return likelihood(name, 1.0 + np.array(_MIXTURES) * (ratios[:, None] - 1.0), [words] * len(_MIXTURES))
+
+
+def likelihood(name: str, ratios: np.ndarray, words: Sequence[str]) -> Evidence:
+    """Whether the tokens fit one of several known alternatives better: the likelihood ratio, averaged over them.
+
+    Args:
+        name: of the test.
+        ratios: r/p of the tokens in the order they came, by the alternatives r `[n, alternatives]`, all above 0; the
+            statistic is the largest averaged likelihood ratio on the way, whose inverse is the p-value (Ville).
+        words: what each alternative means.
+    """
+    logs = np.vstack([np.zeros(len(words)), np.log(ratios).cumsum(axis=0)])  # [1 + n, alternatives]
+    averages = np.logaddexp.reduce(logs, axis=1) - math.log(len(words))
+    at = int(averages.argmax())
+    peak, best = float(averages[at]), words[int(logs[at].argmax())]
+    return Evidence(name, len(ratios), math.exp(min(700.0, peak)), min(1.0, math.exp(-peak)), best)
 
 
 def rarest(name: str, u: np.ndarray) -> Evidence:
