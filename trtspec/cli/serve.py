@@ -1,4 +1,5 @@
-"""`trtspec serve`: the Triton server on a built repository, in the foreground or detached."""
+"""`trtspec serve`: the Triton server on a built repository, in the foreground or detached, with or without OpenAI's API
+in front of it."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ import click
 from trtspec.cli.common import config_argument, load, set_option
 
 if TYPE_CHECKING:
+    from trtspec.openai.process import FrontEndProcess
     from trtspec.spec.schema import Spec
     from trtspec.triton.container import ContainerServer
     from trtspec.triton.server import LocalServer
@@ -40,20 +42,36 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @click.option("--http-port", type=_PORT, help="Port of HTTP [default: 8000].")
 @click.option("--grpc-port", type=_PORT, help="Port of gRPC [default: 8001].")
 @click.option("--metrics-port", type=_PORT, help="Port of the Prometheus metrics [default: 8002].")
-def serve(config: Path, overrides: tuple[str, ...], dry_run: bool, detach: bool, **serving: str | int | None) -> None:
+@click.option("--openai", is_flag=True, help="Serve OpenAI's API too: /v1/models, completions, chat/completions.")
+@click.option("--openai-port", type=_PORT, help="Port of OpenAI's API; implies --openai [default: 9000].")
+def serve(
+    config: Path,
+    overrides: tuple[str, ...],
+    dry_run: bool,
+    detach: bool,
+    openai: bool,
+    openai_port: int | None,
+    **serving: str | int | None,
+) -> None:
     """Start the Triton server on the repository that `trtspec build CONFIG` wrote.
 
     With engine.runtime: tensorrt_llm this is the Triton container with TensorRT-LLM on a GPU host; elsewhere a stand-in
     executes the checkpoints. Returns 0 after Ctrl-C or trtspec stop, 1 if the server does not start or dies.
     """
+    from trtspec.openai.process import DEFAULT_PORT
+
     overrides += tuple(f"serving.{key}={value}" for key, value in serving.items() if value is not None)
     spec = load(config, overrides)
+    if openai_port is None and openai:
+        openai_port = DEFAULT_PORT
+    if openai_port is not None:
+        _require_openai(spec, openai_port)
     if dry_run:
         _show_container(spec)
     elif detach:
-        _serve_detached(spec, config, overrides)
+        _serve_detached(spec, config, overrides, openai_port)
     else:
-        _serve(spec)
+        _serve(spec, openai_port)
 
 
 def _show_container(spec: Spec) -> None:
@@ -80,21 +98,60 @@ def _server_of(spec: Spec) -> Server:
     return server
 
 
-def _serve(spec: Spec) -> None:
+def _require_openai(spec: Spec, port: int) -> None:
+    """Refuse what OpenAI's API cannot stand before, and a port that is given away already."""
+    from trtspec.errors import TrtspecError
+    from trtspec.openai.process import require_packages
+
+    require_packages()
+    if spec.engine.track == "llmapi":
+        raise TrtspecError(
+            "--openai speaks to the pipeline of compiled engines; the LLM API's model takes other tensors",
+            where=spec.where(("engine", "track")),
+            fix="leave --openai out, or serve with TensorRT-LLM's own trtllm-serve",
+        )
+    for name in ("http_port", "grpc_port", "metrics_port"):
+        if port == getattr(spec.serving, name):
+            option = f"--{name.replace('_', '-')}"
+            raise TrtspecError(f"{option} and --openai-port are both {port}", fix="choose another with --openai-port")
+
+
+def _front_end_of(spec: Spec, server: Server, port: int) -> FrontEndProcess:
+    from trtspec.openai.process import FrontEndProcess
+    from trtspec.triton.client import STREAMING_MODEL
+
+    return FrontEndProcess(
+        server.state_dir,
+        host=spec.serving.host,
+        port=port,
+        grpc_url=server.state.grpc_url,
+        tokenizer=spec.model_repo_dir / STREAMING_MODEL / "1" / "tokenizer.json",
+        names=(spec.name, STREAMING_MODEL),
+    )
+
+
+def _serve(spec: Spec, openai_port: int | None) -> None:
     from trtspec.triton.server import ServerFailed
 
     server = _server_of(spec)
+    front_end = None
     try:
         with _stop_signals():
             try:
                 server.start()
                 click.echo(f"starting the Triton server on {server.model_repo} (log: {server.log_source})")
+                if openai_port is not None:
+                    front_end = _front_end_of(spec, server, openai_port)
+                    front_end.start()
                 stats = server.wait_ready()
                 drafts = "draft" in spec.models and spec.default_num_draft_tokens
                 if stats is not None and drafts and not stats.drafted:
                     warning = f"warning: no draft was proposed at the first request; see {server.log_source}"
                     click.echo(warning, err=True)
-                click.echo(f"{_READY} {_address(server.state)}")
+                if front_end is not None:
+                    front_end.wait_ready()
+                    front_end.watch(click.echo)
+                click.echo(f"{_READY} {_address(server.state, openai_port)}")
                 click.echo("Ctrl-C stops it")
                 server.supervise(click.echo)
                 click.echo("stopped")
@@ -102,6 +159,8 @@ def _serve(spec: Spec) -> None:
                 click.echo("stopping")
             finally:
                 _ignore_stop_signals()
+                if front_end is not None:
+                    front_end.stop()
                 server.stop()
     except ServerFailed as failure:
         for line in failure.log_tail:
@@ -109,9 +168,10 @@ def _serve(spec: Spec) -> None:
         raise
 
 
-def _serve_detached(spec: Spec, config: Path, overrides: tuple[str, ...]) -> None:
+def _serve_detached(spec: Spec, config: Path, overrides: tuple[str, ...], openai_port: int | None) -> None:
     """Run the same command in the background, with its supervisor, and wait until it is ready or has failed."""
     from trtspec.errors import TrtspecError
+    from trtspec.openai.process import running_port
     from trtspec.triton.server import state_dir_of
     from trtspec.triton.server_state import running
 
@@ -131,11 +191,21 @@ def _serve_detached(spec: Spec, config: Path, overrides: tuple[str, ...]) -> Non
                 where=state.model_repo,
                 fix=f"run: trtspec stop {config}; then serve again",
             )
-        click.echo(f"already running: {_address(state)}")
+        served_on = running_port(state_dir)
+        if openai_port is not None and openai_port != served_on:
+            raise TrtspecError(
+                f"this configuration is already being served, with OpenAI's API on port {served_on}"
+                if served_on
+                else "this configuration is already being served, without OpenAI's API",
+                where=state.model_repo,
+                fix=f"run: trtspec stop {config}; then serve again",
+            )
+        click.echo(f"already running: {_address(state, served_on)}")
         return
     state_dir.mkdir(parents=True, exist_ok=True)
     output = state_dir / SUPERVISOR_LOG
     settings = [word for override in overrides for word in ("--set", override)]
+    settings += [] if openai_port is None else ["--openai-port", str(openai_port)]
     with output.open("ab") as sink:
         begin = sink.tell()
         supervisor = subprocess.Popen(
@@ -165,9 +235,12 @@ def _serve_detached(spec: Spec, config: Path, overrides: tuple[str, ...]) -> Non
         raise KeyboardInterrupt from None
 
 
-def _address(state: ServerState) -> str:
+def _address(state: ServerState, openai_port: int | None) -> str:
+    from trtspec.openai.process import url_of
+
+    openai = "" if openai_port is None else f"OpenAI {url_of(state.host, openai_port)}, "
     return (
-        f"gRPC {state.grpc_url}, HTTP http://{state.address}:{state.http_port}, "
+        f"{openai}gRPC {state.grpc_url}, HTTP http://{state.address}:{state.http_port}, "
         f"metrics http://{state.address}:{state.metrics_port}/metrics ({state.kept_by})"
     )
 
