@@ -1,7 +1,7 @@
 """The sequences whose keys and values a runtime keeps, found again by their longest common prefix.
 
 Knows token ids, KV tensors and a byte budget. Does not know weights, sampling or requests, and is not thread-safe:
-the runtime calls it under its own lock.
+the runtime calls it under its own lock. Forward passes may write to sequences in use meanwhile.
 """
 
 from __future__ import annotations
@@ -69,14 +69,18 @@ class Sequence:
         self.append(ids)
 
     def common_prefix(self, ids: np.ndarray, more_than: int = 0) -> int:
-        """How many leading tokens of `ids` int32 [L] this sequence holds; 0 when not more than `more_than`."""
-        shorter = min(self.length, len(ids))
+        """How many leading tokens of `ids` int32 [L] this sequence holds; 0 when not more than `more_than`.
+
+        While it is in use only its input counts: a pass may write over what stands behind, over a rejected draft.
+        """
+        length = min(self.length, self.input_length) if self.in_use else self.length
+        shorter = min(length, len(ids))
         if shorter <= more_than or self.tokens[more_than] != ids[more_than]:  # the cheap test, before the whole one
             return 0
         differs = self.tokens[:shorter] != ids[:shorter]
         first = int(differs.argmax())
-        length = first if differs[first] else shorter
-        return length if length > more_than else 0
+        shared = first if differs[first] else shorter
+        return shared if shared > more_than else 0
 
     def copy_prefix(self, source: Sequence, length: int) -> None:
         """Become the first `length` positions of `source`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -75,6 +76,24 @@ class LayerCache:
             else:
                 rows = torch.arange(len(new), device=new.device).unsqueeze(1)
                 store[rows, :, self.places] = new.transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The new tokens of one sequence in a pass over several.
+
+    Attributes:
+        length: how many.
+        cache: its row 0 is the sequence's.
+        start: position of the first of them.
+        mask, positions: those of `Llama.forward`.
+    """
+
+    length: int
+    cache: KVCache
+    start: int
+    mask: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
 
 
 class Llama:
@@ -151,14 +170,21 @@ class Llama:
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 logits over the full vocabulary `[.., vocab]` of normalised hidden states `[.., hidden]`."""
-        logits = self._linear("lm_head")(hidden).to(torch.float32, memory_format=torch.contiguous_format)
-        vocab_size = self.config.vocab_size
+        return self.over_vocabulary(self.scores(hidden))
+
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 logits of what the head has rows for `[.., rows]`, of normalised hidden states `[.., hidden]`."""
+        scores = self._linear("lm_head")(hidden).to(torch.float32, memory_format=torch.contiguous_format)
+        if self.head_ids is None and scores.shape[-1] > self.config.vocab_size:
+            scores[..., self.config.vocab_size :] = -math.inf  # zeros, which would win where all real ones are negative
+        return scores
+
+    def over_vocabulary(self, scores: torch.Tensor) -> torch.Tensor:
+        """`scores` `[.., rows]` of a reduced head spread over the full vocabulary; of another one as they are."""
         if self.head_ids is None:
-            if logits.shape[-1] > vocab_size:  # zero rows, which would win wherever all real logits are negative
-                logits[..., vocab_size:] = -math.inf
-            return logits
-        full = logits.new_full((*logits.shape[:-1], vocab_size), -math.inf)
-        full[..., self.head_ids] = logits
+            return scores
+        full = scores.new_full((*scores.shape[:-1], self.config.vocab_size), -math.inf)
+        full[..., self.head_ids] = scores
         return full
 
     def hidden(
@@ -176,6 +202,31 @@ class Llama:
         """
         layers = range(self.config.num_hidden_layers)
         return self.norm(self.run(layers, self.embed(input_ids), cache, start, mask=mask, positions=positions))
+
+    def hidden_of_spans(self, input_ids: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+        """Hidden states after the last norm `[N, hidden]` of the new tokens of several sequences, in one pass.
+
+        Every weight is read once for all of them. Attention goes span by span: nobody sees another's keys.
+
+        Args:
+            input_ids: int64 `[N]`, the tokens of one span after those of the other.
+            spans: where they belong; each writes to its own cache.
+
+        Raises:
+            TrtspecError: a cache is too short; nothing was written.
+        """
+        layers, lengths = range(self.config.num_hidden_layers), [span.length for span in spans]
+        ropes, memories, visible = [], [], []
+        for span in spans:
+            rope, slots, end, seen = self._places(span.length, span.cache, span.start, span.mask, span.positions, None)
+            ropes.append(rope)
+            memories.append(span.cache.of_layers(layers, 1, span.start, slots, end))
+            visible.append(seen)
+        cos, sin = (torch.cat(tables, dim=2) for tables in zip(*ropes, strict=True))
+        x = self.embed(input_ids).unsqueeze(0)
+        for layer, caches in zip(layers, zip(*memories, strict=True), strict=True):
+            x = self._layer(layer, x, (cos, sin), partial(self._attend_spans, lengths, caches, visible))
+        return self.norm(x[0])
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """What goes into the first layer, `[B, Q, hidden]`."""
@@ -204,7 +255,7 @@ class Llama:
         if cache is not None:
             caches = cache.of_layers(layers, x.shape[0], start, slots, end)
         for layer, memory in zip(layers, caches, strict=True):
-            x = self._layer(layer, x, memory, rope, visible)
+            x = self._layer(layer, x, rope, partial(self._attend, memory, visible))
         return x
 
     def norm(self, x: torch.Tensor, name: str = "transformer.ln_f") -> torch.Tensor:
@@ -263,11 +314,10 @@ class Llama:
         self,
         layer: int,
         x: torch.Tensor,
-        cache: LayerCache | None,
         rope: tuple[torch.Tensor, torch.Tensor],
-        visible: torch.Tensor | None,
+        attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """One decoder layer over x `[B, Q, hidden]`."""
+        """One decoder layer over x `[B, Q, hidden]`; `attend` is `_attend`, given where the tokens stand."""
         parts = self._layers.get(layer)
         if parts is None:
             parts = self._layers[layer] = _Layer(self, f"transformer.layers.{layer}")
@@ -283,17 +333,43 @@ class Llama:
         q, k = rotate(qk, *rope).split((heads, kv_heads), dim=1)
         if parts.kv_quantizer is not None:
             k, v = parts.kv_quantizer(k, None), parts.kv_quantizer(v, None)
-        keys, values = k, v
-        if cache is not None:
-            cache.write(k, v)
-            keys, values = cache.keys, cache.values
-        # The query heads of one KV head stand side by side as extra queries: grouped attention without a copy of K, V.
-        q = q.reshape(batch, kv_heads, -1, size)
-        attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible)
-        attended = attended.view(batch, heads, length, size).transpose(1, 2).reshape(batch, length, heads * size)
-        x = x + parts.dense(attended)
+        x = x + parts.dense(attend(q, k, v))
         h = parts.post_layernorm(x)
         return x + (parts.mlp(h) if parts.mlp is not None else self._experts(h, f"{parts.name}.mlp"))
+
+    def _attend(
+        self,
+        cache: LayerCache | None,
+        visible: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attention `[B, Q, heads * head]` of q `[B, heads, Q, head]` over the cache, which k, v go into before.
+
+        Without a cache it goes over k, v `[B, kv_heads, Q, head]` themselves.
+        """
+        batch, heads, length, size = q.shape
+        if cache is not None:
+            cache.write(k, v)
+            k, v = cache.keys, cache.values
+        # The query heads of one KV head stand side by side as extra queries: grouped attention without a copy of K, V.
+        q = q.reshape(batch, k.shape[1], -1, size)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+        return attended.view(batch, heads, length, size).transpose(1, 2).reshape(batch, length, heads * size)
+
+    def _attend_spans(
+        self,
+        lengths: Sequence[int],
+        caches: Sequence[LayerCache],
+        visible: Sequence[torch.Tensor | None],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:
+        """`_attend` for spans of so many tokens one behind the other, each over its own cache."""
+        pieces = (each.split(lengths, dim=2) for each in (q, k, v))
+        return torch.cat([self._attend(*span) for span in zip(caches, visible, *pieces, strict=True)], dim=1)
 
     def route(self, rows: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Share (float32) and number (int64) of the experts of each token, `[rows, top_k]`; rows `[rows, hidden]`."""

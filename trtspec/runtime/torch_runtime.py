@@ -12,30 +12,30 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trtspec.decoding.engine_call import Cancelled, EngineRequest, EngineResult
+from trtspec.decoding.engine_call import EngineRequest, EngineResult
 from trtspec.decoding.sampler import TokenSampler
 from trtspec.decoding.token_tree import TokenTree, verify_tree
 from trtspec.decoding.verify import verify
 from trtspec.errors import TrtspecError
+from trtspec.runtime.batching import Batcher
 from trtspec.runtime.cuda_graphs import GraphedLlama
 from trtspec.runtime.early_exit import begin, finish
 from trtspec.runtime.engine import EngineConfig, map_weights
-from trtspec.runtime.kernels import linear
 from trtspec.runtime.kv_cache import CacheStatistics, PrefixCache, Sequence
-from trtspec.runtime.llama import Llama
+from trtspec.runtime.llama import Llama, Span
 from trtspec.runtime.medusa import Medusa
-from trtspec.runtime.mtp import Forward, Modules
+from trtspec.runtime.mtp import Modules
 
 _MAX_PASS = 512  # tokens in one forward pass; bounds its memory, and how long other requests wait for it
 _WAIT_S = 30.0  # how long a request waits for those in flight to leave it room in the KV cache
@@ -43,8 +43,31 @@ _WAIT_S = 30.0  # how long a request waits for those in flight to leave it room 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class _Step:
+    """What one request wants of a forward pass.
+
+    Attributes:
+        sequence: what the tokens follow.
+        ids: int32 [n], the tokens.
+        num_rows: of how many of the last of them the outcome is wanted.
+        head: makes it, of scores [num_rows, rows of the head], or of states [num_rows, hidden] that are not `scored`.
+        places: `mask` and `positions` of `Llama.forward`, where the tokens are no chain.
+    """
+
+    sequence: Sequence
+    ids: NDArray[np.int32]
+    num_rows: int
+    head: Callable[[torch.Tensor], Any]
+    scored: bool = True
+    places: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
 class TorchRuntime:
-    """One engine, to be called from any number of threads: forward passes take turns, requests share nothing else.
+    """One engine, to be called from any number of threads.
+
+    On a CPU, requests that wait for a forward pass at the same time share one, with attention over what is each one's
+    own. What drafts inside the engine takes turns with them, and so do all passes on a GPU.
 
     Args:
         engine_dir: an engine directory.
@@ -71,41 +94,52 @@ class TorchRuntime:
             # Two: a draft model whose tokens were all accepted has not seen the last of them.
             widest = max(2, self.config.max_draft_len + 1)
             self._model: Llama = GraphedLlama(model, loaded.weights, device, loaded.activations, widest=widest)
+            most = 1  # a graph is of one sequence, so passes are not shared
         else:
             self._model = Llama(model, loaded.weights, device, loaded.activations)
+            most = _MAX_PASS
         self._modules = Modules.of_engine(self.config, self._model)
         self._medusa = Medusa.of_engine(self.config, self._model)
         extra_layers = self._modules.num_modules if self._modules else 0
         self._cache = PrefixCache(
             lambda positions: self._model.new_cache(1, positions, extra_layers), kv_cache_bytes, self.config.max_seq_len
         )
-        self._turn = threading.Condition()  # guards forward passes and the cache; notified when a sequence is released
+        self._room = threading.Condition()  # guards the cache; notified when a sequence is released
+        self._passes: Batcher[_Step, Any] = Batcher(self._pass, most)
 
     @property
     def statistics(self) -> CacheStatistics:
         """Counters of the prefix cache."""
         return self._cache.statistics
 
-    def execute(self, request: EngineRequest, *, cancelled: Callable[[], bool] = lambda: False) -> EngineResult:
+    def announce(self) -> None:
+        """Have forward passes wait a moment for a call of `execute` that a thread will make at once, as `announced`."""
+        self._passes.announce()
+
+    def execute(
+        self, request: EngineRequest, *, cancelled: Callable[[], bool] = lambda: False, announced: bool = False
+    ) -> EngineResult:
         """Answer one engine call: generation, or the verification of `draft_tokens` in one forward pass.
 
         Args:
             request: the call.
-            cancelled: asked before each forward pass.
+            announced: whether `announce` was called for it.
+            cancelled: asked before each forward pass, and from time to time while waiting for one.
 
         Raises:
             TrtspecError: the request does not fit this engine (`where` names the field), has no possible token, or
                 found no room in the KV cache in time.
             Cancelled: `cancelled` said so.
         """
-        _check_request(request, self.config)
-        with self._lent(request) as sequence:
+        with self._passes.member(announced), self._lent(request) as sequence:
             if request.draft_tokens is None:
                 forward = partial(self._forward, sequence, cancelled=cancelled)
                 if self._medusa is not None:
-                    return self._medusa.generate(request, sequence, forward, partial(self._alone, cancelled))
+                    states = partial(forward, scored=False)
+                    return self._medusa.generate(request, sequence, states, partial(self._alone, cancelled))
                 if self._modules is not None:
-                    return self._modules.generate(request, sequence, forward, partial(self._alone, cancelled))
+                    states = partial(forward, scored=False)
+                    return self._modules.generate(request, sequence, states, partial(self._alone, cancelled))
                 return self._generate(request, sequence.length, forward)
             if request.draft_parents is not None:
                 tree = TokenTree(request.draft_tokens, request.draft_parents, request.draft_logits)
@@ -120,42 +154,41 @@ class TorchRuntime:
         A verification of what was generated, if it comes next, runs only the layers that are left; see `early_exit`.
         The arguments and errors are otherwise those of `execute`.
         """
-        _check_request(request, self.config)
-        with self._lent(request) as sequence:
+        with self._passes.member(), self._lent(request) as sequence:
             # All layers have to see the input; its last token waits for the verification.
             if len(unseen := request.input_ids[sequence.length : -1]):
-                self._forward(sequence, unseen, 1, lambda states: None, cancelled)
+                self._forward(sequence, unseen, 1, _nothing, cancelled, scored=False)
             sequence.begun = None
 
             def forward(ids: NDArray[np.int32], num_rows: int, head: Callable[[torch.Tensor], T]) -> T:
                 with self._alone(cancelled):
-                    return head(self._model.norm(begin(self._model, sequence, ids, num_layers)[-num_rows:]))
+                    states = self._model.norm(begin(self._model, sequence, ids, num_layers)[-num_rows:])
+                    return head(self._model.scores(states))
 
             return self._generate(request, sequence.length, forward)
 
     @contextmanager
     def _lent(self, request: EngineRequest) -> Iterator[Sequence]:
-        """The request's sequence, for the length of a `with` block."""
+        """The request's sequence, for the length of a `with` block; a request that does not fit is refused."""
+        _check_request(request, self.config)
         sequence = self._acquire(request)
         try:
             yield sequence
         except ValueError as error:
             raise TrtspecError(str(error), where=str(self.config.path.parent)) from error
         finally:
-            with self._turn:
+            with self._room:
                 self._cache.release(sequence)
-                self._turn.notify_all()
+                self._room.notify_all()
 
     @contextmanager
     def _alone(self, cancelled: Callable[[], bool]) -> Iterator[None]:
-        """One forward pass at a time."""
-        if cancelled():
-            raise Cancelled
-        with self._turn, torch.inference_mode():
+        """Computing while no forward pass runs."""
+        with self._passes.alone(cancelled), torch.inference_mode():
             yield
 
-    def _generate(self, request: EngineRequest, reused: int, forward: Forward) -> EngineResult:
-        """Token by token, after `reused` tokens of the input."""
+    def _generate(self, request: EngineRequest, reused: int, forward: Callable[..., Any]) -> EngineResult:
+        """Token by token, after `reused` tokens of the input; `forward` is `_forward` behind its sequence."""
         sampler = TokenSampler(request)
         only_ids = _needs_only_argmax(request)
         logits: list[NDArray[np.float32]] = []
@@ -164,11 +197,13 @@ class TorchRuntime:
         while not sampler.finished:
             if only_ids:
                 token = forward(fresh, 1, self._most_likely)
+                if token is None:
+                    raise ValueError("logits: NaN or infinite")
             else:
                 row = forward(fresh, 1, self._logits)[0]
                 token = sampler.next(row)
                 if request.return_generation_logits:
-                    logits.append(row)
+                    logits.append(row.copy())  # alone: those of the other requests of the pass may go
                 if request.return_log_probs:
                     log_probs.append(sampler.log_probability(row, token))
             sampler.append(token)
@@ -227,10 +262,13 @@ class TorchRuntime:
         head: Callable[[torch.Tensor], T],
         cancelled: Callable[[], bool],
         tree: TokenTree | None = None,
+        scored: bool = True,
     ) -> T:
-        """Append `ids` [n] to the sequence; `head` of the last `num_rows` hidden states [num_rows, hidden].
+        """Append `ids` [n] to the sequence; `head` of the last `num_rows` scores [num_rows, rows of the head].
 
-        The nodes of a `tree` come after them. Their keys and values then stand behind the end of the sequence, which
+        Where they are not `scored`, it is that of the hidden states [num_rows, hidden].
+
+        The nodes of a `tree` come after the ids. Their keys and values then stand behind the end of the sequence, which
         does not count them: `Sequence.keep` takes in what was accepted.
         """
         num_nodes = 0 if tree is None else len(tree)
@@ -240,26 +278,50 @@ class TorchRuntime:
         # A long input goes in pieces, the odd one first, so that the last one holds all rows.
         cuts = [*range(len(ids) % _MAX_PASS or _MAX_PASS, len(ids), _MAX_PASS), len(ids)]
         first = 0
-        for end in cuts:
-            with self._alone(cancelled):
-                last = end == len(ids)
-                places = _places(tree, end - first, self._model.device) if tree is not None and last else None
-                states = finish(self._model, sequence, ids[first:end], places)
-                sequence.append(ids[first : end - num_nodes if last else end])
-                first = end
-                if last:
-                    return head(states[-num_rows:])
-        raise AssertionError("the last piece returns")
+        for end in cuts[:-1]:
+            self._take(_Step(sequence, ids[first:end], 1, _nothing, scored=False), cancelled)
+            sequence.append(ids[first:end])
+            first = end
+        places = {} if tree is None else _places(tree, len(ids) - first, self._model.device)
+        result: T = self._take(_Step(sequence, ids[first:], num_rows, head, scored, places), cancelled)
+        sequence.append(ids[first : len(ids) - num_nodes])
+        return result
 
-    def _logits(self, states: torch.Tensor) -> NDArray[np.float32]:
+    def _take(self, step: _Step, cancelled: Callable[[], bool]) -> Any:
+        """A step's result, of a pass that it may share. A sequence that has begun with a draft needs one of its own."""
+        return self._passes(step, _MAX_PASS if step.sequence.begun else len(step.ids), cancelled)
+
+    def _pass(self, steps: list[_Step]) -> list[Any]:
+        """One forward pass; sequences count the tokens only when their requests note them."""
+        model = self._model
+        with torch.inference_mode():
+            if len(steps) == 1:
+                states: Iterable[torch.Tensor] = [finish(model, steps[0].sequence, steps[0].ids, steps[0].places)]
+            else:
+                spans = [
+                    Span(len(step.ids), step.sequence.cache, step.sequence.length, **step.places) for step in steps
+                ]
+                ids = np.concatenate([step.ids for step in steps]).astype(np.int64)
+                together = model.hidden_of_spans(torch.from_numpy(ids).to(model.device), spans)
+                states = together.split([span.length for span in spans])
+            rows = [each[-step.num_rows :] for step, each in zip(steps, states, strict=True)]
+            scored = [place for place, step in enumerate(steps) if step.scored]
+            if scored:  # the head's weights too are read once
+                scores = model.scores(torch.cat([rows[place] for place in scored]))
+                pieces = scores.split([steps[place].num_rows for place in scored])
+                for place, piece in zip(scored, pieces, strict=True):
+                    rows[place] = piece
+            return [step.head(each) for step, each in zip(steps, rows, strict=True)]
+
+    def _logits(self, scores: torch.Tensor) -> NDArray[np.float32]:
         """float32 [n, V]."""
-        return self._model.head(states).cpu().numpy()
+        return self._model.over_vocabulary(scores).cpu().numpy()
 
-    def _most_likely(self, states: torch.Tensor) -> int:
-        """The likeliest id after the one state [1, hidden]; a reduced head is not spread over the vocabulary."""
-        value, row = linear(states, self._model.weights["lm_head.weight"]).max(dim=-1)
+    def _most_likely(self, scores: torch.Tensor) -> int | None:
+        """The likeliest id of one row of scores, not spread over the vocabulary; None where that is NaN or infinite."""
+        value, row = scores.max(dim=-1)
         if not math.isfinite(value.item()):
-            raise ValueError("logits: NaN or infinite")
+            return None
         ids = self._model.head_ids
         return int((row if ids is None else ids[row]).item())
 
@@ -268,8 +330,13 @@ class TorchRuntime:
         positions = len(request.input_ids) + request.max_new_tokens
         if self._medusa is not None:  # a tree that does not fit is cut
             positions = min(positions + self._medusa.room, self.config.max_seq_len)
-        with self._turn:
-            sequence = self._turn.wait_for(lambda: self._cache.acquire(request.input_ids, positions), timeout=_WAIT_S)
+        with self._room:
+            sequence = self._cache.acquire(request.input_ids, positions)
+            if sequence is None:
+                with self._passes.absent():
+                    sequence = self._room.wait_for(
+                        lambda: self._cache.acquire(request.input_ids, positions), timeout=_WAIT_S
+                    )
         if sequence is None:
             raise TrtspecError(
                 f"no room for {positions} tokens in {_WAIT_S:g} s, other requests fill the KV cache",
@@ -277,6 +344,10 @@ class TorchRuntime:
                 fix="raise it or send fewer requests at a time",
             )
         return sequence
+
+
+def _nothing(states: torch.Tensor) -> None:
+    """The head of a pass that only fills the cache."""
 
 
 def _places(tree: TokenTree, length: int, device: torch.device) -> dict[str, torch.Tensor]:

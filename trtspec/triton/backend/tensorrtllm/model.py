@@ -66,6 +66,9 @@ _NOT_SUPPORTED = {
     "streaming needs a decoupled model, and this one is not": ("streaming",),
 }
 
+_Call = tuple[Any, Any, Inputs, EngineRequest, frozenset[str], threading.Event]
+"""Request, response sender, inputs, engine call, outputs that were asked for, and what stops it."""
+
 
 class TritonPythonModel:
     """One engine model in one process."""
@@ -96,20 +99,34 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException("\n".join(faults))
         self._parameters = parameters
         self._exclude_input = parameters.get("exclude_input_in_output") == "true"
-        self._threads = ThreadPoolExecutor(max(1, config["max_batch_size"]), thread_name_prefix="engine")
+        self._num_threads = max(1, config["max_batch_size"])
+        self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="engine")
         self._lock = threading.Lock()
         self._running: dict[str, list[threading.Event]] = {}  # request id -> what stops its requests
 
     def execute(self, requests: list[Any]) -> None:
-        """Hand each request to a thread; a `stop` takes effect at once."""
-        for request in requests:
-            self._accept(request, request.get_response_sender(), time.time_ns())
+        """Hand each request to a thread; a `stop` takes effect at once.
+
+        Those that come together share their first forward pass too: all are read before one is begun, and each that
+        finds a free thread is announced.
+        """
+        arrival_ns = time.time_ns()
+        accepted = [self._accept(request, request.get_response_sender()) for request in requests]
+        calls = [call for call in accepted if call is not None]
+        with self._lock:
+            num_running = sum(map(len, self._running.values())) - len(calls)
+        num_free = max(0, self._num_threads - num_running)
+        for _ in calls[:num_free]:
+            self._runtime.announce()
+        for place, call in enumerate(calls):
+            self._threads.submit(self._run, *call, arrival_ns, place < num_free)
 
     def finalize(self) -> None:
         """Finish what is under way."""
         self._threads.shutdown()
 
-    def _accept(self, request: Any, sender: Any, arrival_ns: int) -> None:
+    def _accept(self, request: Any, sender: Any) -> _Call | None:
+        """What a thread is to run; None for a request that is answered already."""
         request_id = request.request_id()
         try:
             inputs = Inputs({tensor.name(): tensor.as_numpy() for tensor in request.inputs()})
@@ -120,18 +137,18 @@ class TritonPythonModel:
                     for stopped in self._running.get(request_id, ()):
                         stopped.set()
                 sender.send(pb_utils.InferenceResponse([]), flags=_FINAL)
-                return
+                return None
             wanted = frozenset(request.requested_output_names())
             if not {"output_ids", "sequence_length"} <= wanted:
                 raise Refused("a request must ask for the outputs output_ids and sequence_length")
             call = self._read(inputs)
         except (Refused, ValueError) as error:
             _send_error(sender, str(error), pb_utils.TritonError.INVALID_ARG)
-            return
+            return None
         stop = threading.Event()
         with self._lock:
             self._running.setdefault(request_id, []).append(stop)
-        self._threads.submit(self._run, request, sender, inputs, call, wanted, stop, arrival_ns)
+        return request, sender, inputs, call, wanted, stop
 
     def _read(self, inputs: Inputs) -> EngineRequest:
         """The call of one request, by the rules of the mode that the engine was built for."""
@@ -153,10 +170,13 @@ class TritonPythonModel:
         wanted: frozenset[str],
         stop: threading.Event,
         arrival_ns: int,
+        announced: bool,
     ) -> None:
         started_ns = time.time_ns()
         try:
-            result = self._runtime.execute(call, cancelled=lambda: stop.is_set() or request.is_cancelled())
+            result = self._runtime.execute(
+                call, cancelled=lambda: stop.is_set() or request.is_cancelled(), announced=announced
+            )
             exclude = inputs.flag("exclude_input_in_output", self._exclude_input)
             outputs = answer(call, result, inputs, exclude, (arrival_ns, started_ns, time.time_ns()))
             for name in ("context_logits", "generation_logits"):
