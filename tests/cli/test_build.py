@@ -209,6 +209,7 @@ def test_settings_of_the_launcher_are_not_in_the_repository(project: Project) ->
     project.build()
     before = files_below(project.model_repo)
     changes = ("host=127.0.0.2", "http_port=1", "grpc_port=2", "metrics_port=3", "startup_timeout_s=1", "num_threads=1")
+    changes += ("probe_interval_s=1",)
     report = project.build("--force", *(word for change in changes for word in ("--set", f"serving.{change}")))
     assert ran(report) == STEPS
     assert files_below(project.model_repo) == before

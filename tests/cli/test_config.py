@@ -160,8 +160,12 @@ serving:
   engine_parameters: {}
   shm_size: 8589934592
   max_concurrency: 8
+  max_queued: 256
+  alternate_phases: false
   call_timeout_s: 60.0
+  draft_timeout_s: 10.0
   startup_timeout_s: 300.0
+  probe_interval_s: 30.0
   plain_chunk_tokens: 16
 parity:
 output:

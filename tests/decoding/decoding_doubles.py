@@ -87,11 +87,11 @@ class TableEngine:
             sampler.append(token)
         tokens = sampler.tokens
         if self._hides_end_id and tokens and tokens[-1] == request.end_id:
-            tokens, rows, log_probs = tokens[:-1], rows[:-1], log_probs[:-1]
+            tokens, log_probs = tokens[:-1], log_probs[:-1]
         with_logits = request.return_generation_logits and self._has_generation_logits
         return EngineResult(
             np.array(tokens, dtype=np.int32),
-            generation_logits=np.array(rows) if with_logits else None,
+            generation_logits=np.array(rows)[: len(tokens)] if with_logits else None,
             log_probs=np.array(log_probs) if request.return_log_probs else None,
         )
 
@@ -107,7 +107,7 @@ class TableEngine:
         with_logits = request.return_generation_logits and self._has_generation_logits
         return EngineResult(
             np.array(tokens, dtype=np.int32),
-            generation_logits=np.array(rows[: len(tokens)]) if with_logits else None,
+            generation_logits=np.array(rows)[: len(tokens)] if with_logits else None,
             log_probs=np.array(verification.log_probs[: len(tokens)]) if request.return_log_probs else None,
             num_draft_tokens=len(drafts),
             num_accepted=verification.num_accepted,

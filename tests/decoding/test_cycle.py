@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle, islice
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trtspec.decoding.acceptance import Acceptance
-from trtspec.decoding.cycle import Block, Generation, Proposal, Request, Verification, generate
+from trtspec.decoding.cycle import Block, Generation, NoDrafter, Pace, Proposal, Request, Verification, generate
+from trtspec.decoding.cycle import run as go_on
 from trtspec.decoding.draft_target import DraftModel, Target
-from trtspec.decoding.engine_call import Cancelled, EngineResult
+from trtspec.decoding.engine_call import Cancelled, EngineError, EngineResult
 from trtspec.decoding.sampling import SamplingParams
 
 VOCAB = 40
@@ -591,3 +593,156 @@ def test_answers_of_other_array_types_are_fine():
             return EngineResult(np.array([1, 2, 3][: request.max_new_tokens], dtype=np.int64))
 
     assert outcome(list(generate(Request([0], 3), None, Target(Lists()), decode=decode)))[0] == [1, 2, 3]
+
+
+# ---- pace, and going on
+
+
+class Limits(Pace):
+    """Limits of cycle after cycle, again and again; notes what came of them."""
+
+    def __init__(self, *limits: int | None, plain_limit: int | None = None) -> None:
+        self.limits, self.plain_limit = cycle(limits), plain_limit
+        self.cycles: list[tuple[int | None, int, int]] = []  # limit, drafted, emitted
+
+    def begin(self, generation):
+        generation.plain_limit = self.plain_limit
+        self.limit = next(self.limits)
+        return self.limit
+
+    def proposed(self, generation, proposal):
+        self.drafted = len(proposal.tokens)
+
+    def verified(self, generation, proposal, verification):
+        assert len(proposal.tokens) == self.drafted
+        self.cycles.append((self.limit, self.drafted, len(verification.tokens)))
+
+
+def paced(request: Request, pace: Pace | None, seed: int = 1) -> tuple[list[Block], TableEngine]:
+    """The draft is the target itself: all that is drafted is accepted."""
+    target, draft = (TableEngine(table_model(VOCAB, seed)) for _ in range(2))
+    generation = Generation(request, decode)
+    blocks = list(go_on(generation, DraftModel(draft, "tokens"), Target(target), pace))
+    check_blocks(blocks)
+    return blocks, target
+
+
+def test_a_limit_of_0_is_plain_decoding_in_chunks():
+    request = Request([1], 20, num_draft_tokens=3, plain_chunk_tokens=8)
+    pace = Limits(0)
+    blocks, target = paced(request, pace)
+    assert pace.cycles == [(0, 0, 8), (0, 0, 8), (0, 0, 4)]
+    assert [asked.max_new_tokens for asked in target.requests] == [8, 8, 4]
+    assert all(asked.draft_tokens is None for asked in target.requests)
+    assert blocks[-1].generation.fallbacks == {}
+    pace = Limits(0, plain_limit=2)
+    assert outcome(paced(request, pace)[0]) == outcome(blocks)
+    assert pace.cycles == [(0, 0, 2)] * 10
+
+
+def test_a_pace_limits_each_cycle_by_itself():
+    pace = Limits(2, 0, None, 1, 9)
+    blocks, _ = paced(Request([1], 24, num_draft_tokens=3, plain_chunk_tokens=5), pace)
+    assert pace.cycles == [(2, 2, 3), (0, 0, 5), (None, 3, 4), (1, 1, 2), (9, 3, 4), (2, 2, 3), (0, 0, 3)]
+    assert [len(block.token_ids) for block in blocks] == [emitted for _, _, emitted in pace.cycles]
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), FULL], ids=["greedy", "sampled"])
+def test_no_pace_changes_what_is_accepted_by_tokens(sampling):
+    for seed in range(8):
+        request = Request([1, 2], 30, sampling=replace(sampling, seed=seed), end_ids=(0,), num_draft_tokens=4)
+        plain = outcome(paced(replace(request, num_draft_tokens=0), None, seed)[0])
+        for limits in ((None,), (0,), (1,), (4, 0), (0, 0, 3), (None, 1, 2)):
+            assert outcome(paced(request, Limits(*limits), seed)[0]) == plain
+
+
+class LeftBehind(BaseException):
+    """As a thread ends whose call came back too late."""
+
+
+class Leaving:
+    """A drafter that ends its thread instead of proposing for the `count`th time."""
+
+    def __init__(self, drafter, count: int) -> None:
+        self.drafter, self.count = drafter, count
+
+    def propose(self, generation, num_draft_tokens):
+        self.count -= 1
+        if self.count < 0:
+            raise LeftBehind
+        return self.drafter.propose(generation, num_draft_tokens)
+
+    def learn(self, verification):
+        self.drafter.learn(verification)
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), FULL], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drafts", ["another drafter", "no drafter"])
+def test_a_generation_goes_on_where_it_was_left(sampling, drafts):
+    """Between cycles, or in the middle of a proposal; with a drafter that knows nothing of what was before."""
+    for seed in range(4):
+        target, draft = (TableEngine(table_model(VOCAB, seed + other)) for other in (0, 100 * (seed % 2)))
+        request = Request(
+            [1, 2],
+            25,
+            sampling=replace(sampling, seed=seed),
+            stop_strings=("<40>",),  # never comes, but text that may begin it is held back
+            num_draft_tokens=3,
+            plain_chunk_tokens=3,
+            return_log_probs=True,
+        )
+        whole = list(generate(request, None, Target(target), decode=decode))
+        for count in range(6):
+            for in_the_middle in (False, True):
+                generation = Generation(request, decode)
+                drafter = Leaving(DraftModel(draft, "tokens"), count)
+                blocks: list[Block] = []
+                if in_the_middle:
+                    with pytest.raises(LeftBehind):
+                        for block in go_on(generation, drafter, Target(target)):
+                            blocks.append(block)
+                    generation.draft_failed(TimeoutError("too late"))
+                else:
+                    blocks += islice(go_on(generation, drafter, Target(target)), count)
+                assert len(blocks) == count
+                successor = DraftModel(draft, "tokens") if drafts == "another drafter" else NoDrafter()
+                blocks += go_on(generation, successor, Target(target))
+                check_blocks(blocks)
+                assert outcome(blocks) == outcome(whole)
+                log_probs = [[value for block in some for value in block.log_probs] for some in (blocks, whole)]
+                assert log_probs[0] == log_probs[1]
+
+
+# ---- logits
+
+
+@pytest.mark.parametrize("hides_end_id", [False, True], ids=["shows end id", "hides end id"])
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 4])
+@pytest.mark.parametrize("sampling", [SamplingParams(), FULL], ids=["greedy", "sampled"])
+def test_every_emitted_token_has_the_targets_logits(sampling, num_draft_tokens, hides_end_id):
+    accepted = 0
+    for seed in range(8):
+        model = table_model(12, seed)
+        target = TableEngine(model, hides_end_id=hides_end_id)
+        drafter = DraftModel(TableEngine(table_model(12, seed + seed % 2)))
+        request = Request(
+            [1, 2],
+            20,
+            sampling=replace(sampling, seed=seed),
+            end_ids=(0, 5),
+            num_draft_tokens=num_draft_tokens,
+            return_generation_logits=True,
+        )
+        blocks = list(generate(request, drafter if num_draft_tokens else None, Target(target)))
+        ids = blocks[-1].generation.token_ids.tolist()
+        assert all(block.logits.shape == (len(block.token_ids), 12) for block in blocks)
+        rows = np.concatenate([block.logits for block in blocks])
+        assert rows.tolist() == [model((1, 2, *ids[:i])).tolist() for i in range(len(ids))]
+        accepted += blocks[-1].generation.acceptance.num_accepted
+    assert bool(accepted) == bool(num_draft_tokens)
+
+
+def test_missing_logits_are_named():
+    target = TableEngine(table_model(12, 1), has_generation_logits=False)
+    with pytest.raises(EngineError, match="the target engine returned no rows of generation logits for 8 tokens"):
+        list(generate(Request([1], 20, return_generation_logits=True), None, Target(target)))

@@ -330,6 +330,33 @@ def test_chains_say_what_the_tree_says_and_plain_decoding_too(branching, samplin
     assert accepted > 5
 
 
+@pytest.mark.parametrize("hides_end_id", [False, True], ids=["shows end id", "hides end id"])
+@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("by", ["tree", "chains"])
+@pytest.mark.parametrize("branching", BRANCHINGS, ids=str)
+def test_the_logits_of_a_tree_are_those_of_its_accepted_path(branching, by, sampling, hides_end_id) -> None:
+    accepted = []
+    for seed in range(12):
+        draft, model = table_model(6, seed, scale=1.0), table_model(6, seed + 50, scale=1.0)
+        request = Request(
+            [1, 2],
+            14,
+            min_tokens=6,
+            sampling=replace(sampling, seed=seed),
+            end_ids=(0, 5),
+            num_draft_tokens=num_nodes(branching),
+            return_generation_logits=True,
+        )
+        drafter = TreeDrafter(in_one_pass(TableEngine(draft)), branching, "tokens")
+        blocks = list(generate(request, drafter, verifiers(model, hides_end_id=hides_end_id)[by]))
+        ids = blocks[-1].generation.token_ids.tolist()
+        assert all(block.logits.shape == (len(block.token_ids), 6) for block in blocks)
+        rows = np.concatenate([block.logits for block in blocks])
+        assert rows.tolist() == [model((1, 2, *ids[:i])).tolist() for i in range(len(ids))]
+        accepted.append(blocks[-1].generation.acceptance.num_accepted)
+    assert sum(accepted) > 5
+
+
 def scripted(answers: dict[tuple[int, ...], list[int]]):
     """Calls of a target that answers each path as the test says, and what was asked."""
     asked: list[EngineRequest] = []

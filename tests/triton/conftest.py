@@ -235,6 +235,7 @@ def server(
     root = tmp_path_factory.mktemp("server")
     repository = pair.write(root / "repository")
     add_scripted_draft(repository)
+    add_draft_lengths(repository, pair)
     ports = free_ports()
     local = LocalServer(
         repository,
@@ -248,6 +249,7 @@ def server(
         yield SimpleNamespace(
             http=f"http://127.0.0.1:{ports['http_port']}",
             grpc=f"127.0.0.1:{ports['grpc_port']}",
+            metrics=f"http://127.0.0.1:{ports['metrics_port']}/metrics",
             log=local.log,
             repository=repository,
         )
@@ -262,11 +264,28 @@ def add_scripted_draft(repository: Path) -> None:
         "tensorrt_llm_draft_model_name": "scripted_draft",
         "draft_rest_s": "0",
         "call_timeout_s": str(SCRIPTED_TIMEOUT_S),
+        "draft_timeout_s": str(SCRIPTED_TIMEOUT_S),
     }
     _copy(repository, "tensorrt_llm_bls", "bls_scripted", **changes)
     _copy(repository, "tensorrt_llm_bls_unary", "bls_scripted_unary", **changes)
     broken = {"tensorrt_llm_model_name": "scripted_draft", "call_timeout_s": str(SCRIPTED_TIMEOUT_S)}
     _copy(repository, "tensorrt_llm_bls", "bls_scripted_target", **broken)
+
+
+def add_draft_lengths(repository: Path, pair: SimpleNamespace) -> None:
+    """The pipeline of other specs: `bls_adaptive` and `bls_schedule`."""
+    from trtspec.spec.load import load_spec
+
+    for policy, more in (("adaptive", ""), ("schedule", ", schedule: {1: 2, 2: 1}")):
+        spec = pair.root / f"{policy}.yaml"
+        spec.write_text((pair.root / "tiny.yaml").read_text() + f"  draft_length: {{policy: {policy}{more}}}\n")
+        written = pair.write(repository.parent / policy, spec=load_spec(spec))
+        config = (written / "tensorrt_llm_bls" / "config.pbtxt").read_text()
+        assert f'"{policy}"' in config
+        shutil.copytree(repository / "tensorrt_llm_bls", repository / f"bls_{policy}")
+        name = 'name: "tensorrt_llm_bls"'
+        assert name in config
+        (repository / f"bls_{policy}" / "config.pbtxt").write_text(config.replace(name, f'name: "bls_{policy}"', 1))
 
 
 def _copy(repository: Path, model: str, name: str, backend: str | None = None, **parameters: str) -> Path:

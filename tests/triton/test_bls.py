@@ -70,6 +70,18 @@ def logged(server: SimpleNamespace, start: int, pattern: str) -> bool:
     return False
 
 
+def calls_at_rest(triton) -> int:
+    """Calls of the scripted draft, as soon as none has come for a second: five times what a slow one takes."""
+    deadline = time.monotonic() + 30
+    calls, since = triton.calls("scripted_draft"), time.monotonic()
+    while time.monotonic() - since < 1.0:
+        assert time.monotonic() < deadline, "the work goes on"
+        time.sleep(0.05)
+        if (now := triton.calls("scripted_draft")) != calls:
+            calls, since = now, time.monotonic()
+    return calls
+
+
 # Texts
 
 
@@ -136,9 +148,10 @@ def test_streamed_pieces_are_whole_characters_and_join_to_the_whole_text(ask, pa
         assert len(answer.responses) > 5
 
 
-def test_the_prompt_comes_first_when_asked_for(ask, triton) -> None:
+def test_the_prompt_comes_first_when_asked_for_but_never_in_a_stream(ask, triton) -> None:
     alone = ask("Hello").text
-    assert ask("Hello", exclude_input_in_output=False).text == "Hello" + alone
+    assert ask("Hello", exclude_input_in_output=False).text == alone
+    assert ask("Hello", exclude_input_in_output=False, stream=False).text == "Hello" + alone
     assert triton.infer(UNARY, text_input="Hello", max_tokens=24, exclude_input_in_output=False)["text_output"] == (
         "Hello" + alone
     )
@@ -356,9 +369,8 @@ def test_a_client_that_leaves_ends_the_work(triton) -> None:
         SCRIPTED, leave_after=2, text_input="wait", max_tokens=40, num_draft_tokens=3, stream=True, **biased("b")
     )
     at_leaving = triton.calls("scripted_draft")
-    time.sleep(1.5)
     assert at_leaving - before <= 3
-    assert triton.calls("scripted_draft") - at_leaving <= 1
+    assert calls_at_rest(triton) - at_leaving <= 1
 
 
 def test_a_closed_http_stream_ends_the_work(server: SimpleNamespace, triton) -> None:
@@ -372,11 +384,7 @@ def test_a_closed_http_stream_ends_the_work(server: SimpleNamespace, triton) -> 
     )
     with urllib.request.urlopen(request, timeout=60) as response:
         assert response.readline().startswith(b"data: ")
-    time.sleep(1.0)
-    at_rest = triton.calls("scripted_draft")
-    time.sleep(1.0)
-    assert triton.calls("scripted_draft") == at_rest
-    assert at_rest - before < 10
+    assert calls_at_rest(triton) - before < 10
 
 
 # A draft that fails
@@ -451,7 +459,6 @@ def refusal(ask, prompt: object = "Hello", **tensors: object) -> str:
         ({"beam_width": 2}, "beam_width is 2; speculation gives one sequence, expected 1"),
         ({"num_return_sequences": 3}, "num_return_sequences is 3"),
         ({"return_context_logits": True}, "return_context_logits is not supported"),
-        ({"return_generation_logits": True}, "return_generation_logits is not supported"),
         (
             {"image_url_input": "http://example.com/a.png"},
             "image_url_input is not supported: this pipeline takes text only",
@@ -482,7 +489,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(ask, tensors: dict[str, obje
         (b"ab\xff", "text_input is not UTF-8 (byte 2: 0xff)"),
         ("x" * 300, "text_input has 301 tokens; expected 1 to 256"),
         ("x" * 1_000_000, "text_input has 1000000 characters; expected at most 256 tokens"),
-        (np.array([[b"a"], [b"b"]], dtype=np.object_), "expected one text a request"),
+        (np.array([[b"a"], [b""]], dtype=np.object_), "text 1: text_input is empty; expected some text"),
     ],
 )
 def test_what_is_no_prompt_is_refused(ask, prompt: object, message: str) -> None:
@@ -490,6 +497,56 @@ def test_what_is_no_prompt_is_refused(ask, prompt: object, message: str) -> None
     if tensors:
         tensors |= {name: np.array([[True], [True]]) for name in ("stream", "exclude_input_in_output")}
     assert message in refusal(ask, prompt, **tensors)
+
+
+def absurd(name: str) -> dict[str, object]:
+    """A request that nobody can mean, made when it is sent."""
+    words = np.full((1, 1_000_000), b"a", dtype=np.object_) if name == "many words" else "w" * 1_000_000
+    return {
+        "long prompt": {"text_input": "x" * (16 << 20)},
+        "no text": {"text_input": b"a\xff"},
+        "two texts in a row": {"text_input": ["a", "b"]},
+        "two numbers": {"max_tokens": [4, 4]},
+        "three dimensions": {"temperature": np.zeros((1, 1, 2), dtype=np.float32)},
+        "negative": {"max_tokens": -(2**31)},
+        "not a number": {"temperature": float("nan")},
+        "many words": {"stop_words": words},
+        "long word": {"bad_words": words},
+        "many logits": {"max_tokens": 1_000_000, "return_generation_logits": True},
+    }[name]
+
+
+ABSURD = {
+    "long prompt": "text_input has 16777216 characters; expected at most 256 tokens",
+    "no text": "text_input is not UTF-8 (byte 1: 0xff)",
+    "two texts in a row": "text_input",
+    "two numbers": "max_tokens",
+    "three dimensions": "temperature",
+    "negative": "max_tokens is -2147483648; expected 1 or more",
+    "not a number": "temperature is nan; expected a finite number",
+    "many words": "stop_words has 1000000 entries; expected at most 1024",
+    "long word": "bad_words holds 1000000 bytes; expected at most 65536",
+    "many logits": "return_generation_logits for 1000000 tokens takes 995 MiB; expected at most 256 MiB: 257122 tokens",
+}
+
+
+def test_absurd_requests_are_refused_at_once_while_another_one_goes_on(ask, triton) -> None:
+    """All by the same process; the other request takes 0.2 s a token, and gets each of them as it is made."""
+    with ThreadPoolExecutor(1) as pool:
+        before = triton.calls("scripted_draft")
+        slow = pool.submit(ask, "wait", SCRIPTED, max_tokens=40, num_draft_tokens=1, **biased("b"))
+        while triton.calls("scripted_draft") == before and not slow.done():
+            time.sleep(0.02)
+        for name, message in ABSURD.items():
+            tensors = {"text_input": "a prompt", "max_tokens": 4, "stream": True} | absurd(name)
+            responses, error = triton.stream(SCRIPTED, **tensors)
+            assert responses == []
+            assert message in str(error), name
+            assert "Traceback" not in str(error)
+        assert not slow.done()
+        answer = slow.result()
+    assert answer.text == "b" * 40
+    assert [len(block) for block in answer.blocks] == [1] * 40
 
 
 def test_refusals_are_invalid_arguments_on_both_models(server: SimpleNamespace, triton) -> None:
@@ -512,3 +569,158 @@ def test_a_temperature_alone_samples_and_leaves_a_note(ask, server: SimpleNamesp
     draws = {tuple(ask("Hello", temperature=1.0, seed=seed, max_tokens=4).ids) for seed in range(4)}
     assert len(draws) > 1
     assert logged(server, start, "temperature 1 without top_k and top_p")
+
+
+# Several texts in one request
+
+
+def rows(**tensors: list) -> dict[str, np.ndarray]:
+    """A value for each text, as tensors of shape [texts, 1]."""
+    kinds = {str: np.object_, int: np.int32, bool: np.bool_, float: np.float32}
+    return {
+        name: np.array(
+            [[value.encode() if isinstance(value, str) else value] for value in values],
+            dtype=np.uint64 if name == "seed" else kinds[type(values[0])],
+        )
+        for name, values in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_several_texts_are_what_each_is_alone(ask, triton, sampling: dict[str, object]) -> None:
+    lengths, count = [24, 9, 1, 24, 30], len(PROMPTS)
+    alone = [
+        ask(prompt, seed=seed, max_tokens=length, **sampling)
+        for seed, (prompt, length) in enumerate(zip(PROMPTS, lengths, strict=True))
+    ]
+    settings = {name: [value] * count for name, value in {**sampling, "exclude_input_in_output": True}.items()}
+    tensors = rows(text_input=PROMPTS, max_tokens=lengths, seed=list(range(count)), **settings)
+
+    responses, error = triton.stream(STREAMING, **tensors, **rows(stream=[True] * count))
+    assert error is None
+    assert [response["final"] for response in responses] == [False] * (len(responses) - 1) + [True]
+    for index, expected in enumerate(alone):
+        own = [response for response in responses if response["batch_index"] == index]
+        assert [token for response in own for token in response["output_ids"].reshape(-1)] == expected.ids
+        assert "".join(response["text_output"] for response in own) == expected.text
+        assert len(own) == len(expected.responses)
+        assert own[-1]["finish_reason"] == expected.last["finish_reason"]
+
+    whole = triton.infer(UNARY, **tensors)
+    assert whole["output_ids"].shape == (count, 30)
+    assert whole["num_output_tokens"].reshape(-1).tolist() == [len(expected.ids) for expected in alone]
+    for row, expected in zip(whole["output_ids"].reshape(count, -1), alone, strict=True):
+        assert row[: len(expected.ids)].tolist() == expected.ids
+    assert whole["text_output"] == "".join(expected.text for expected in alone)
+
+
+# Logits
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def logits_of(answer: SimpleNamespace) -> np.ndarray:
+    """[n, V] of all responses of a stream."""
+    return np.concatenate([response["generation_logits"][0, 0] for response in answer.responses])
+
+
+def log_probs_of(answer: SimpleNamespace) -> np.ndarray:
+    return np.concatenate([response["output_log_probs"].reshape(-1) for response in answer.responses])
+
+
+ROWS = {"return_generation_logits": True, "return_log_probs": True, "temperature": 0.0}
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("sampling", [{}, SAMPLED | {"seed": 3, "use_draft_logits": False}], ids=["greedy", "sampled"])
+def test_logits_with_drafts_are_those_without(ask, triton, prompt: str, sampling: dict[str, object]) -> None:
+    settings = ROWS | sampling
+    plain, drafted = (ask(prompt, num_draft_tokens=count, **settings) for count in (0, 5))
+    assert drafted.ids == plain.ids
+    assert drafted.last["total_accepted_draft_tokens"] > 0
+    assert logits_of(plain).shape == logits_of(drafted).shape == (len(plain.ids), VOCAB)
+    np.testing.assert_allclose(logits_of(drafted), logits_of(plain), atol=1e-4)
+    np.testing.assert_allclose(log_probs_of(drafted), log_probs_of(plain), atol=1e-4)
+    for response in drafted.responses:
+        assert response["generation_logits"].shape[2] == response["output_ids"].size
+    unary = triton.infer(UNARY, text_input=prompt, max_tokens=24, num_draft_tokens=5, **settings)
+    np.testing.assert_allclose(unary["generation_logits"][0, 0], logits_of(plain), atol=1e-4)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 4])
+def test_sampled_tokens_have_the_probability_of_their_logits(ask, num_draft_tokens: int) -> None:
+    """Accepted by the draft's logits, the text is another one than without drafts; what belongs to it is checked."""
+    settings = ROWS | {"temperature": 0.8, "top_p": 1.0, "seed": 4, "use_draft_logits": True}
+    answer = ask("Hello", num_draft_tokens=num_draft_tokens, max_tokens=40, **settings)
+    logits = logits_of(answer)
+    assert logits.shape == (len(answer.ids), VOCAB)
+    of_ids = log_softmax(logits / 0.8)[np.arange(len(answer.ids)), answer.ids]
+    np.testing.assert_allclose(log_probs_of(answer), of_ids, atol=1e-4)
+
+
+def test_an_end_id_has_no_logits(ask) -> None:
+    for settings, count in ((biased("</s>"), 0), (biased("</s>") | {"min_tokens": 3}, 3)):
+        answer = ask("Hello", num_draft_tokens=3, **ROWS, **settings)
+        assert (len(answer.ids), answer.last["finish_reason"]) == (count, "stop")
+        assert logits_of(answer).shape == (count, VOCAB)
+
+
+# Draft lengths and metrics
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "schedule"])
+def test_no_policy_of_draft_lengths_changes_a_greedy_text(ask, policy: str) -> None:
+    """Also when several requests change the load."""
+    alone = [ask(prompt, max_tokens=60).text for prompt in PROMPTS]
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        for answers in (
+            [ask(prompt, f"bls_{policy}", max_tokens=60) for prompt in PROMPTS],
+            list(pool.map(lambda prompt: ask(prompt, f"bls_{policy}", max_tokens=60), PROMPTS)),
+        ):
+            assert [answer.text for answer in answers] == alone
+            if policy == "schedule":
+                assert all(answer.last["total_draft_tokens"] > 0 for answer in answers[:1])
+
+
+def counted(server: SimpleNamespace, model: str) -> dict[str, float]:
+    """The pipeline's metrics on the endpoint: `drafts_total`, `requests_total length`."""
+    with urllib.request.urlopen(server.metrics, timeout=60) as response:
+        text = response.read().decode()
+    found = {}
+    for name, labels, value in re.findall(r"^trtspec_(\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
+        values = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        if values.pop("model") == model:
+            found[" ".join((name, *values.values()))] = float(value)
+    return found
+
+
+def test_the_metrics_are_those_of_the_responses(ask, server: SimpleNamespace) -> None:
+    def settled() -> dict[str, float]:
+        time.sleep(1.2)  # written twice a second
+        return counted(server, STREAMING)
+
+    before = settled()
+    answers = [ask(prompt, num_draft_tokens=count) for prompt in PROMPTS[:3] for count in (0, 2, 5)]
+    with pytest.raises(InferenceServerException):
+        ask("")
+    after = settled()
+    change = {name: after[name] - before.get(name, 0.0) for name in after}
+    totals = {
+        name: sum(answer.last[name] for answer in answers)
+        for name in ("total_draft_tokens", "total_accepted_draft_tokens", "total_target_passes")
+    }
+    assert change["draft_tokens_total"] == totals["total_draft_tokens"] > 0
+    assert change["accepted_tokens_total"] == totals["total_accepted_draft_tokens"] > 0
+    assert change["target_passes_total"] == totals["total_target_passes"]
+    assert change["cycles_total"] == sum(len(answer.responses) for answer in answers)
+    assert change["emitted_tokens_total"] == sum(len(answer.ids) for answer in answers)
+    assert change["requests_total length"] == len(answers)
+    assert change["requests_total refused"] == 1
+    at_positions = [change[f"accepted_at_position_total {position}"] for position in range(1, 6)]
+    assert sum(at_positions) == totals["total_accepted_draft_tokens"]
+    assert at_positions == sorted(at_positions, reverse=True)
+    assert sum(value for name, value in change.items() if name.startswith("fallbacks")) == 0
+    assert after["requests_in_flight"] == 0

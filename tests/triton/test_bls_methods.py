@@ -149,6 +149,7 @@ def ask(
                 ids=[token for block in blocks for token in block],
                 blocks=blocks,
                 last=responses[-1],
+                responses=responses,
             )
 
         run.calls = client.calls  # type: ignore[attr-defined]
@@ -169,6 +170,28 @@ def test_greedy_text_is_the_same_with_and_without_drafts(ask, method: str) -> No
         drafted += speculated.last["total_draft_tokens"]
         accepted += speculated.last["total_accepted_draft_tokens"]
     assert 0 < accepted < drafted or (method == "early_exit" and accepted == drafted)  # its draft is the target itself
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED | {"seed": 5}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("method", ["tree", "trees", "cascade"])
+def test_logits_with_drafts_are_those_without(ask, method: str, sampling: dict[str, object]) -> None:
+    """Also where one path of a tree leads to another, whose call has the logits from there on."""
+    settings = {"return_generation_logits": True, "return_log_probs": True, "max_tokens": 40, **sampling}
+    settings |= {"use_draft_logits": False} if sampling else {}
+    accepted = 0
+    for prompt in PROMPTS[:2]:
+        answers = [ask(prompt, method, num_draft_tokens=count, **settings) for count in (0, 4)]
+        ids, rows, log_probs = [], [], []
+        for answer in answers:
+            ids.append(answer.ids)
+            rows.append(np.concatenate([response["generation_logits"][0, 0] for response in answer.responses]))
+            log_probs.append(np.concatenate([response["output_log_probs"][0, 0] for response in answer.responses]))
+        assert ids[1] == ids[0]
+        assert rows[0].shape == rows[1].shape == (len(ids[0]), 261)
+        np.testing.assert_allclose(rows[1], rows[0], atol=1e-4)
+        np.testing.assert_allclose(log_probs[1], log_probs[0], atol=1e-4)
+        accepted += answers[1].last["total_accepted_draft_tokens"]
+    assert accepted > 0
 
 
 @pytest.mark.parametrize("method", DOWN)

@@ -97,20 +97,26 @@ def test_dry_run_shows_no_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 class Stuck(http.server.BaseHTTPRequestHandler):
-    """A double of a server that never answers a probe in time; `grows`: it answers others meanwhile."""
+    """A double of a server that never answers a probe in time; `grows`: it answers others meanwhile.
 
-    grows = False
-    asked = 0
+    Its pipeline, or its LLM API, takes the probes, and Triton counts them.
+    """
+
+    grows = taken_by_target = False
+    asked = taken = 0
 
     def do_GET(self) -> None:
         type(self).asked += 1
         count = self.asked if self.grows else 7
-        body = json.dumps({"model_stats": [{"inference_stats": {"success": {"count": count}}}] * 2}).encode()
+        taken = self.taken if "/tensorrt_llm/" not in self.path or self.taken_by_target else 0
+        stats = [{"inference_stats": {"success": {"count": each}}} for each in (count, count + taken)]
+        body = json.dumps({"model_stats": stats}).encode()
         self.send_response(200)
         self.end_headers()
         self.wfile.write(body)
 
     def do_POST(self) -> None:
+        type(self).taken += 1
         time.sleep(0.3)
 
     def log_message(self, format: str, *args: object) -> None:
@@ -128,6 +134,25 @@ def test_a_busy_server_is_not_a_dead_one(monkeypatch: pytest.MonkeyPatch, grows:
         try:
             words = ["--http-port", str(stuck.server_address[1]), "--watch-period", "0.01"]
             with pytest.raises(launch.LaunchFailed, match=ends):
+                launch._watch(process, launch.options_parser().parse_args(words))
+        finally:
+            process.kill()
+            process.wait()
+            stuck.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("llmapi", [False, True])
+def test_a_probe_that_was_taken_is_no_answer(monkeypatch: pytest.MonkeyPatch, llmapi: bool) -> None:
+    monkeypatch.setattr(launch, "PROBE_TIMEOUT_S", 0.05)
+    handler = type("Handler", (Stuck,), {"taken_by_target": llmapi})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as stuck:
+        thread = threading.Thread(target=stuck.serve_forever)
+        thread.start()
+        process = subprocess.Popen(["sleep", "10"])
+        try:
+            words = ["--http-port", str(stuck.server_address[1]), "--watch-period", "0.01", *["--llmapi"] * llmapi]
+            with pytest.raises(launch.LaunchFailed, match="does not answer any more"):
                 launch._watch(process, launch.options_parser().parse_args(words))
         finally:
             process.kill()

@@ -123,6 +123,29 @@ def test_a_million_stop_words_are_refused() -> None:
         Inputs({"stop_words": np.full((1, 1_000_000), b"a", dtype=np.object_)}).words("stop_words")
 
 
+def test_words_of_many_bytes_are_refused() -> None:
+    def words(*lengths: int) -> list[str]:
+        values = np.array([[b"a" * length for length in lengths]], dtype=np.object_)
+        return Inputs({"bad_words": values}).words("bad_words")
+
+    assert [len(word) for word in words(65_535, 1)] == [65_535, 1]
+    with pytest.raises(Refused, match="bad_words holds 65537 bytes; expected at most 65536"):
+        words(65_536, 1)
+
+
+def test_rows_that_came_together_are_read_one_by_one() -> None:
+    inputs = Inputs(
+        {
+            "top_k": np.array([[1], [2]], dtype=np.int32),
+            "stop_words": np.array([[b"a", b"b"], [b"c", b""]], dtype=np.object_),
+        }
+    )
+    assert [inputs.row(index, 2).integer("top_k") for index in range(2)] == [1, 2]
+    assert [inputs.row(index, 2).words("stop_words") for index in range(2)] == [["a", "b"], ["c"]]
+    with pytest.raises(Refused, match=r"top_k has shape \[2, 1\]; expected 3 rows"):
+        inputs.row(0, 3)
+
+
 def test_only_what_asks_for_something_is_refused() -> None:
     inputs = Inputs({"return_context_logits": np.array([[False]]), "image": np.zeros((1, 0)), "lora": np.array([[7]])})
     inputs.refuse(["return_context_logits", "image", "absent"], "no")

@@ -68,6 +68,13 @@ class Triton:
     calls: list[tuple[str, dict[str, np.ndarray]]] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)  # of these calls
     log: list[str] = field(default_factory=list)
+    counts: dict[tuple[str, ...], float] = field(default_factory=dict)  # by metric and label values
+    unreachable: set[str] = field(default_factory=set)  # models whose calls raise
+
+    def counted(self, name: str) -> dict[str, float]:
+        """A metric by its label, or "" where it has none, without what is zero; once the model has ended."""
+        found = {tuple(rest): count for (key, _, *rest), count in self.counts.items() if key == f"trtspec_{name}"}
+        return {rest[0] if rest else "": count for rest, count in found.items() if count}
 
     def module(self) -> types.ModuleType:
         triton = self
@@ -80,14 +87,31 @@ class Triton:
             def exec(self) -> InferenceResponse:
                 triton.calls.append((self.model, self.inputs))
                 triton.ids.append(self.id)
+                if self.model in triton.unreachable:
+                    raise RuntimeError(f"Failed for execute the inference request. Model '{self.model}' is not ready.")
                 try:
                     outputs = triton.engines[self.model](self.inputs)
                 except TritonError as error:
                     return InferenceResponse(error=error)
                 return InferenceResponse([Tensor(name, array) for name, array in outputs.items()])
 
+        class MetricFamily:
+            COUNTER, GAUGE = "counter", "gauge"
+
+            def __init__(self, name: str, description: str, kind: str) -> None:
+                self.name = name
+
+            def Metric(self, labels: dict[str, str]) -> SimpleNamespace:
+                key = (self.name, *labels.values())
+                triton.counts.setdefault(key, 0.0)
+                return SimpleNamespace(
+                    increment=lambda value: triton.counts.update({key: triton.counts[key] + value}),
+                    set=lambda value: triton.counts.update({key: value}),
+                )
+
         utils = types.ModuleType("triton_python_backend_utils")
         utils.__dict__.update(
+            MetricFamily=MetricFamily,
             Tensor=Tensor,
             TritonError=TritonError,
             TritonModelException=RuntimeError,
@@ -105,7 +129,9 @@ class Request:
 
     tensors: dict[str, np.ndarray]
     leaves_after: int | None = None  # responses
-    unreachable: bool = False
+    refuses: int | None = None  # the response that cannot be sent
+    outputs_wanted: tuple[str, ...] = ("text_output", "output_ids", "finish_reason", "total_target_passes")
+    asked: list[float] = field(default_factory=list)  # when it was asked whether the client has left
     sent: list[tuple[InferenceResponse | None, int]] = field(default_factory=list)
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -116,15 +142,19 @@ class Request:
         return "r1"
 
     def requested_output_names(self) -> list[str]:
-        return ["text_output", "output_ids", "finish_reason", "total_target_passes"]
+        return list(self.outputs_wanted)
 
     def is_cancelled(self) -> bool:
+        self.asked.append(time.monotonic())
         return self.leaves_after is not None and len(self.sent) >= self.leaves_after
 
     def get_response_sender(self) -> Request:
         return self
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        if len(self.sent) == self.refuses:
+            self.refuses = None
+            raise RuntimeError("no shared memory")
         self.sent.append((response, flags))
         if flags == FINAL:
             self.done.set()
@@ -202,14 +232,22 @@ def pipeline(
 
 def ask(model: Any, request: Request | None = None, **tensors: Any) -> Request:
     """Send one request and wait for its final response."""
+    request = send(model, request, **tensors)
+    assert request.done.wait(20), "no final response"
+    return request
+
+
+def send(model: Any, request: Request | None = None, **tensors: Any) -> Request:
+    """Send one request; a list has a value for each of its texts."""
     kinds = {str: np.object_, int: np.int32, bool: np.bool_, float: np.float32}
     tensors = {"text_input": "Hello", "max_tokens": 12, "stream": True, **tensors}
     request = request or Request({})
+    num_texts = max(len(value) if isinstance(value, list) else 1 for value in tensors.values())
     for name, value in tensors.items():
-        item = value.encode() if isinstance(value, str) else value
-        request.tensors[name] = np.array([[item]], dtype=kinds[type(value)])
+        values = value if isinstance(value, list) else [value] * num_texts
+        items = [[item.encode() if isinstance(item, str) else item] for item in values]
+        request.tensors[name] = np.array(items, dtype=kinds[type(values[0])])
     model.execute([request])
-    assert request.done.wait(20), "no final response"
     return request
 
 
@@ -259,7 +297,7 @@ def test_a_client_that_leaves_costs_at_most_one_more_call(pipeline) -> None:
     """It leaves after block 2 of 10; calls take longer than the time between two looks at the client."""
 
     def slowly(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        time.sleep(0.002)
+        time.sleep(0.05)
         return answering(A)(inputs)
 
     model, triton = pipeline(slowly, slowly)
@@ -269,7 +307,7 @@ def test_a_client_that_leaves_costs_at_most_one_more_call(pipeline) -> None:
     assert len(triton.calls) <= 4 + 1
 
 
-@pytest.mark.parametrize("place", ["read_request", "generate"])
+@pytest.mark.parametrize("place", ["read_requests", "Generation", "make_drafter", "run"])
 def test_a_crash_in_the_pipeline_is_one_final_response(pipeline, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     model, triton = pipeline(answering(A), answering(A))
     monkeypatch.setattr(sys.modules["1.model"], place, lambda *_, **__: 1 / 0)
@@ -287,13 +325,18 @@ def test_a_slow_draft_is_left_alone_for_a_while(pipeline) -> None:
         release.wait(20)
         return answer(inputs, [A])
 
-    model, triton = pipeline(answering(A), hanging, call_timeout_s="0.2", draft_rest_s="100")
+    model, triton = pipeline(answering(A), hanging, draft_timeout_s="0.2", draft_rest_s="100")
     first, second = ask(model), ask(model)
     release.set()
     for request in (first, second):
         assert b"".join(request.outputs(i)["text_output"][0] for i in range(len(request.sent))) == b"a" * 12
     assert [name for name, _ in triton.calls].count("tensorrt_llm_draft") == 1
-    assert "tensorrt_llm_draft is left alone for 100 s after a failure" in triton.log[-1]
+    assert [line for line in triton.log if "without drafts" in line] == [
+        "request 'r1' went on without drafts: tensorrt_llm_draft did not answer within 0.2 s"
+    ]
+    model.finalize()
+    assert triton.counted("fallbacks_total") == {"draft_timeout": 1, "draft_resting": 2}
+    assert triton.counted("cycles_total") == {"": 3}
 
 
 def test_an_end_id_that_the_engine_left_out_is_seen(pipeline) -> None:
@@ -366,7 +409,7 @@ def test_vocabularies_padded_differently_fit(pipeline) -> None:
 
     model, triton = pipeline(answering(A), draft, draft_vocab_size=str(VOCAB + 8))
     bias = {"embedding_bias_words": "a", "embedding_bias_weights": 3.0}
-    ask(model, temperature=1.0, **bias)
+    ask(model, temperature=1.0, top_p=1.0, **bias)
     (_, to_draft), (_, to_target) = triton.calls[:2]
     assert to_draft["embedding_bias"].shape == (1, VOCAB + 8)
     assert to_draft["embedding_bias"][0, VOCAB:].tolist() == [0.0] * 8
@@ -379,7 +422,7 @@ def test_logits_of_a_smaller_vocabulary_are_filled_up(pipeline) -> None:
         return answer(inputs, [A] * 3) | {"generation_logits": np.zeros((1, 1, 3, VOCAB - 2), dtype=np.float32)}
 
     model, triton = pipeline(answering(A), draft, draft_vocab_size=str(VOCAB - 2))
-    ask(model, temperature=1.0, max_tokens=4)
+    ask(model, temperature=1.0, top_p=1.0, max_tokens=4)
     assert triton.calls[1][1]["draft_logits"][0, :, -2:].tolist() == [[-np.inf] * 2] * 3
 
 
@@ -435,7 +478,7 @@ def text(request: Request) -> bytes:
 def test_a_look_up_calls_the_target_alone(pipeline) -> None:
     """The prompt ends in `aaa`, so `a` is what it looks up."""
     model, triton = pipeline(answering(A), answering(A + 1), method="ngram", ngram_max_ngram="2", acceptance="tokens")
-    for settings in ({}, {"temperature": 1.0}):
+    for settings in ({}, {"temperature": 1.0, "top_p": 1.0}):
         triton.calls.clear()
         request = ask(model, text_input="xaaa", **settings)
         assert text(request) == b"a" * 12
@@ -470,7 +513,7 @@ def test_logits_of_a_cascade_pass_from_level_to_level_without_end_ids(pipeline) 
         draft_vocab_size=str(VOCAB + 4),
         **MIDDLE | {"middle_vocab_size": str(VOCAB - 2)},
     )
-    ask(model, temperature=1.0)
+    ask(model, temperature=1.0, top_p=1.0)
     (_, to_draft), (_, to_middle), (_, to_target) = triton.calls[:3]
     assert to_draft["return_generation_logits"].item() and to_middle["return_generation_logits"].item()
     assert "return_generation_logits" not in to_target
@@ -564,11 +607,11 @@ def test_a_draft_that_cannot_grow_a_tree_is_left_out(pipeline) -> None:
 def test_float16_logits_go_and_come_as_float16(pipeline) -> None:
     draft = with_logits(answering(A), dtype=np.float16)
     model, triton = pipeline(answering(A), draft, logits_dtype="FP16")
-    request = ask(model, temperature=1.0)
+    request = ask(model, temperature=1.0, top_p=1.0)
     assert triton.calls[1][1]["draft_logits"].dtype == np.float16
     assert text(request) == b"a" * 12
     model, triton = pipeline(answering(A), draft, draft_rest_s="0")  # FP32 is expected here
-    ask(model, temperature=1.0)
+    ask(model, temperature=1.0, top_p=1.0)
     assert "answered generation_logits as float16" in triton.log[-1]
 
 
@@ -611,6 +654,504 @@ def test_draft_logits_that_no_engine_has_are_refused(pipeline) -> None:
     model, _ = pipeline(answering(A), answering(A), draft_returns_logits="false")
     reason = "use_draft_logits is true; tensorrt_llm_draft cannot return generation logits, expected false"
     assert refusal(ask(model, use_draft_logits=True)) == reason
-    assert text(ask(model, temperature=1.0)) == b"a" * 12
+    assert text(ask(model, temperature=1.0, top_p=1.0)) == b"a" * 12
     model, _ = pipeline(answering(A), answering(A), method="ngram", acceptance="tokens")
     assert "method ngram has none" in refusal(ask(model, use_draft_logits=True))
+
+
+# Calls that come too late
+
+
+def plain(request: Request) -> list[int]:
+    """All ids of a stream."""
+    return [token for index in range(len(request.sent)) for token in request.outputs(index)["output_ids"]]
+
+
+def counting(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A target that writes the next letter of the alphabet, whatever is proposed."""
+    start = inputs["input_ids"].shape[1]
+    wanted = [A + (start + i) % 26 for i in range(int(inputs["request_output_len"][0, 0]))]
+    drafts = inputs["draft_input_ids"][0].tolist() if "draft_input_ids" in inputs else None
+    if drafts is not None:
+        num_accepted = next((i for i, (a, b) in enumerate(zip(drafts, wanted, strict=False)) if a != b), len(drafts))
+        wanted = wanted[: num_accepted + 1]
+    return answer(inputs, wanted)
+
+
+def until(true: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+def num_workers() -> int:
+    return sum(thread.name == "request" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("method", ["draft_target", "tree"])
+def test_a_draft_that_is_too_late_leaves_its_generation_to_go_on(pipeline, method: str) -> None:
+    """Its third call hangs; when it comes back at last, it changes nothing."""
+    release = threading.Event()
+    contexts: list[int] = []
+
+    def hanging(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        contexts.append(inputs["input_ids"].shape[1])
+        if len(contexts) == 3:
+            release.wait(20)
+        return with_logits(counting)(inputs)
+
+    settings = {"method": "tree", "tree_branching": "2,1", "acceptance": "tokens"} if method == "tree" else {}
+    workers = num_workers()
+    model, triton = pipeline(counting, hanging, draft_timeout_s="0.3", draft_rest_s="100", **settings)
+    workers = num_workers() - workers
+    request = ask(model, max_tokens=20)
+    assert plain(request) == [A + (6 + i) % 26 for i in range(20)]
+    assert sum(finals(request)) == 1 and finals(request)[-1]
+    assert len(contexts) == 3
+    sent = len(request.sent)
+    assert num_workers() == workers + 1
+    release.set()
+    until(lambda: num_workers() == workers, "the thread that was late stays")
+    assert plain(ask(model, num_draft_tokens=0)) == [A + (6 + i) % 26 for i in range(12)]
+    model.finalize()
+    assert len(request.sent) == sent
+    assert triton.counted("fallbacks_total").keys() == {"draft_timeout", "draft_resting"}
+    assert triton.counted("fallbacks_total")["draft_timeout"] == 1
+    assert triton.counted("emitted_tokens_total") == {"": 32}
+    assert triton.counted("requests_in_flight") == {}
+
+
+def test_a_draft_that_is_too_late_twice_is_given_up(pipeline) -> None:
+    release = threading.Event()
+
+    def hanging(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        release.wait(20)
+        return answer(inputs, [A])
+
+    model, triton = pipeline(counting, hanging, draft_timeout_s="0.1", draft_rest_s="0")
+    assert plain(ask(model)) == [A + (6 + i) % 26 for i in range(12)]
+    release.set()
+    model.finalize()
+    assert [name for name, _ in triton.calls].count("tensorrt_llm_draft") == 2
+    assert triton.counted("fallbacks_total") == {"draft_timeout": 2}
+    assert triton.counted("cycles_total") == {"": 3}
+
+
+@pytest.mark.parametrize("method", ["draft_target", "tree"])
+def test_a_target_that_is_too_late_is_one_error(pipeline, method: str) -> None:
+    release = threading.Event()
+    calls: list[int] = []
+
+    def hanging(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        calls.append(0)
+        if len(calls) > 2:
+            release.wait(20)
+        return counting(inputs)
+
+    settings = {"method": "tree", "tree_branching": "2", "acceptance": "tokens"} if method == "tree" else {}
+    model, triton = pipeline(hanging, with_logits(counting), call_timeout_s="0.2", max_concurrency="1", **settings)
+    request = ask(model)
+    assert finals(request) == [False] * (len(request.sent) - 1) + [True]
+    error = request.sent[-1][0].error()
+    assert (error.code, error.message()) == (TritonError.UNAVAILABLE, "tensorrt_llm did not answer within 0.2 s")
+    sent = len(request.sent)
+    release.set()
+    assert plain(ask(model)) == [A + (6 + i) % 26 for i in range(12)]  # by the only worker's successor
+    model.finalize()
+    assert len(request.sent) == sent
+    assert triton.counted("target_errors_total") == {"timeout": 1}
+    assert triton.counted("requests_total") == {"error": 1, "length": 1}
+    assert triton.counted("requests_in_flight") == {}
+    assert model.load.in_flight == 0
+
+
+@pytest.mark.parametrize("refused", [0, 1, 2])
+def test_a_response_that_cannot_be_sent_ends_the_request_and_no_worker(pipeline, refused: int) -> None:
+    """A stream of three responses; after a gap nothing but an error comes."""
+    model, triton = pipeline(answering(A), answering(A), max_concurrency="1")
+    request = ask(model, Request({}, refuses=refused))
+    assert finals(request) == [False] * refused + [True]
+    error = request.sent[-1][0].error()
+    assert (error.code, error.message()) == (TritonError.INTERNAL, "internal error: a response could not be sent")
+    assert any("a response could not be sent: RuntimeError('no shared memory')" in line for line in triton.log)
+    assert text(ask(model)) == b"a" * 12
+    model.finalize()
+    assert len(request.sent) == refused + 1
+    assert sum(triton.counted("requests_total").values()) == 2
+    assert triton.counted("requests_in_flight") == {}
+
+
+# How long a draft is left alone
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
+    """The clock of a model's engines, once it has started."""
+
+    def stop() -> SimpleNamespace:
+        clock = SimpleNamespace(now=1000.0)
+        monkeypatch.setattr(sys.modules["1.engine_model"], "time", SimpleNamespace(monotonic=lambda: clock.now))
+        return clock
+
+    return stop
+
+
+def failing_while(broken: threading.Event) -> Engine:
+    def engine(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if broken.is_set():
+            raise TritonError("out of order", TritonError.INTERNAL)
+        return answering(A)(inputs)
+
+    return engine
+
+
+def test_the_rest_doubles_with_every_trial_that_fails(pipeline, clock) -> None:
+    broken = threading.Event()
+    broken.set()
+    model, triton = pipeline(answering(A), failing_while(broken), draft_rest_s="10")
+    time_now = clock()
+
+    def drafts(after_s: float) -> int:
+        time_now.now += after_s
+        triton.calls.clear()
+        assert text(ask(model)) == b"a" * 12
+        return [name for name, _ in triton.calls].count("tensorrt_llm_draft")
+
+    assert drafts(0) == 1  # fails: 10 s
+    assert (drafts(9.9), drafts(0.2)) == (0, 1)  # fails: 20 s
+    assert (drafts(19.9), drafts(0.2)) == (0, 1)  # fails: 40 s
+    assert drafts(39.9) == 0
+    broken.clear()
+    assert drafts(0.2) == 3
+    broken.set()
+    assert drafts(0) == 1  # the first failure again: 10 s
+    assert (drafts(9.9), drafts(0.2)) == (0, 1)
+    for _ in range(6):
+        time_now.now += 10_000
+        assert drafts(0) == 1
+    assert (drafts(639.9), drafts(0.2)) == (0, 1)  # never longer than 64 times
+
+
+def test_requests_that_fail_together_are_one_failure(pipeline, clock) -> None:
+    meeting = threading.Barrier(4, timeout=10)
+
+    def draft(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if not meeting.broken:
+            meeting.wait()
+        raise TritonError("out of order", TritonError.INTERNAL)
+
+    model, triton = pipeline(answering(A), draft, draft_rest_s="10", max_concurrency="4")
+    time_now = clock()
+    for request in [send(model) for _ in range(4)]:
+        assert request.done.wait(20)
+    assert [name for name, _ in triton.calls].count("tensorrt_llm_draft") == 4
+    meeting.abort()
+    time_now.now += 10.1
+    ask(model)
+    assert [name for name, _ in triton.calls].count("tensorrt_llm_draft") == 5
+
+
+def test_one_request_tries_while_the_others_do_without(pipeline, clock) -> None:
+    broken, trial, release = threading.Event(), threading.Event(), threading.Event()
+    broken.set()
+
+    def draft(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if not broken.is_set():
+            trial.set()
+            release.wait(20)
+        return failing_while(broken)(inputs)
+
+    model, triton = pipeline(answering(A), draft, draft_rest_s="10")
+    time_now = clock()
+    ask(model)
+    time_now.now += 10.1
+    broken.clear()
+    trying = send(model)
+    assert trial.wait(20)
+    triton.calls.clear()
+    for _ in range(3):
+        assert text(ask(model)) == b"a" * 12
+    assert {name for name, _ in triton.calls} == {"tensorrt_llm"}
+    assert not trying.done.is_set()
+    release.set()
+    assert trying.done.wait(20) and text(trying) == b"a" * 12
+    triton.calls.clear()
+    ask(model)
+    assert [name for name, _ in triton.calls].count("tensorrt_llm_draft") == 3
+
+
+@pytest.mark.parametrize("reason", ["failed", "missing", "nonsense", "timeout"])
+def test_why_a_cycle_had_no_drafts_is_counted(pipeline, reason: str) -> None:
+    def draft(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if reason == "timeout":
+            time.sleep(0.5)
+        if reason == "failed":
+            raise TritonError("out of order", TritonError.INTERNAL)
+        return answer(inputs, [VOCAB + 1])
+
+    for rest_s, expected in (("0", {f"draft_{reason}": 2}), ("100", {f"draft_{reason}": 1, "draft_resting": 1})):
+        model, triton = pipeline(answering(A), draft, draft_timeout_s="0.1", draft_rest_s=rest_s)
+        triton.unreachable |= {"tensorrt_llm_draft"} if reason == "missing" else set()
+        assert text(ask(model)) == b"a" * 12
+        model.finalize()
+        assert triton.counted("fallbacks_total") == expected
+
+
+# Several texts in one request
+
+WANTED = ("text_output", "output_ids", "finish_reason", "batch_index", "num_output_tokens", "generation_logits")
+
+
+def repeating(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """An engine that writes the first letter of the prompt again and again."""
+    return with_logits(answering(int(inputs["input_ids"][0, 1])), level=1.0)(inputs)
+
+
+def test_the_responses_of_several_streamed_texts_say_whose_they_are(pipeline) -> None:
+    model, triton = pipeline(repeating, repeating)
+    request = ask(
+        model, Request({}, outputs_wanted=WANTED), text_input=["ax", "bxx", "c"], max_tokens=[6, 12, 1], stream=True
+    )
+    assert finals(request) == [False] * (len(request.sent) - 1) + [True]
+    texts, reasons = {0: b"", 1: b"", 2: b""}, {}
+    for index in range(len(request.sent)):
+        outputs = request.outputs(index)
+        (place,) = outputs["batch_index"]
+        assert place not in reasons, "a response after the text's last one"
+        texts[place] += outputs["text_output"][0]
+        if "finish_reason" in outputs:
+            reasons[place] = outputs["finish_reason"][0], outputs["num_output_tokens"][0]
+    assert texts == {0: b"a" * 6, 1: b"b" * 12, 2: b"c"}
+    assert reasons == {0: (b"length", 6), 1: (b"length", 12), 2: (b"length", 1)}
+    assert len(set(triton.ids)) == 3  # an engine tells texts by these
+    model.finalize()
+    assert triton.counted("requests_total") == {"length": 1}
+    assert (triton.counted("requests_in_flight"), model.load.in_flight) == ({}, 0)
+
+
+def test_several_texts_that_are_not_streamed_come_in_a_response_each(pipeline) -> None:
+    model, _ = pipeline(repeating, repeating)
+    request = ask(model, Request({}, outputs_wanted=WANTED), text_input=["ax", "bxx"], max_tokens=[9, 2], stream=False)
+    assert finals(request) == [False, True]
+    answers = [request.outputs(index) for index in range(2)]
+    assert {(*outputs["batch_index"], *outputs["text_output"]) for outputs in answers} == {
+        (0, b"aaaaaaaaa"),
+        (1, b"bb"),
+    }
+
+
+def test_several_texts_in_one_response_are_rows_of_one_length(pipeline) -> None:
+    model, _ = pipeline(repeating, repeating, model="tensorrt_llm_bls_unary", pad_id="7")
+    request = ask(
+        model,
+        Request({}, outputs_wanted=WANTED),
+        text_input=["ax", "bxx", "c"],
+        max_tokens=[2, 5, 1],
+        stream=False,
+        exclude_input_in_output=[True, False, True],
+        return_generation_logits=True,
+    )
+    assert finals(request) == [True]
+    outputs = {tensor.name(): tensor.as_numpy() for tensor in request.sent[0][0].output_tensors()}
+    assert outputs["text_output"].reshape(-1).tolist() == [b"aa", b"bxxbbbbb", b"c"]
+    assert outputs["output_ids"].tolist() == [[A, A, 7, 7, 7], [A + 1] * 5, [A + 2, 7, 7, 7, 7]]
+    assert outputs["num_output_tokens"].tolist() == [[2], [5], [1]]
+    assert outputs["batch_index"].tolist() == [[0], [1], [2]]
+    assert outputs["generation_logits"].shape == (3, 1, 5, VOCAB)
+    assert outputs["generation_logits"][:, 0, :, 0].tolist() == [[1, 1, 0, 0, 0], [1] * 5, [1, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_one_text_that_fails_ends_the_whole_request_once(pipeline, stream: bool) -> None:
+    """The others would be under way for a long time."""
+
+    def target(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        time.sleep(0.02)
+        if inputs["input_ids"][0, 1] == A + 1 and inputs["input_ids"].shape[1] > 10:
+            raise TritonError("out of order", TritonError.INTERNAL)
+        return repeating(inputs)
+
+    model, triton = pipeline(target, repeating, model=f"tensorrt_llm_bls{'' if stream else '_unary'}")
+    request = ask(model, text_input=["ax", "bxx", "cx"], max_tokens=400, stream=stream)
+    until(lambda: model.load.in_flight == 0, "the other texts go on")
+    model.finalize()
+    assert finals(request) == [False] * (len(request.sent) - 1) + [True]
+    error = request.sent[-1][0].error()
+    assert (error.code, error.message()) == (TritonError.UNAVAILABLE, "tensorrt_llm: out of order")
+    assert len(triton.calls) < 40  # of more than 600
+    assert triton.counted("requests_total") == {"error": 1}
+    assert triton.counted("requests_in_flight") == {}
+
+
+def test_what_is_wrong_with_one_of_several_texts_is_said_with_its_number(pipeline) -> None:
+    model, triton = pipeline(repeating, repeating)
+    assert refusal(ask(model, text_input=["a", ""])) == "text 1: text_input is empty; expected some text"
+    assert refusal(ask(model, text_input=["a", "b"], max_tokens=[3, 0])) == (
+        "text 1: max_tokens is 0; expected 1 or more"
+    )
+    assert refusal(ask(model, text_input=["a", "b"], stream=[True, False])) == (
+        "stream is true for some of the texts; expected the same for all of them"
+    )
+    short = Request({"top_k": np.array([[1]], dtype=np.int32)})
+    assert refusal(ask(model, short, text_input=["a", "b"])) == "text 0: top_k has shape [1, 1]; expected 2 rows"
+    assert triton.calls == []
+
+
+def test_a_client_that_leaves_ends_all_its_texts(pipeline) -> None:
+    def slowly(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        time.sleep(0.05)
+        return repeating(inputs)
+
+    model, triton = pipeline(slowly, slowly)
+    request = ask(model, Request({}, leaves_after=4), text_input=["ax", "bxx", "cx"], max_tokens=400)
+    model.finalize()
+    assert finals(request) == [False] * (len(request.sent) - 1) + [True]
+    assert len(request.sent) <= 4 + 2 * 3
+    assert len(triton.calls) <= 3 * 6
+    assert triton.counted("requests_total") == {"cancelled": 1}
+    assert (triton.counted("requests_in_flight"), model.load.in_flight) == ({}, 0)
+
+
+# Load
+
+
+def test_more_than_may_wait_are_refused_at_once(pipeline) -> None:
+    begun, release = threading.Event(), threading.Event()
+
+    def target(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        begun.set()
+        release.wait(20)
+        return answering(A)(inputs)
+
+    model, triton = pipeline(target, answering(A), max_concurrency="1", max_queued="2")
+    served = [send(model)]
+    assert begun.wait(20)
+    served += [send(model), send(model)]
+    refused = ask(model)
+    error = refused.sent[0][0].error()
+    assert finals(refused) == [True]
+    assert (error.code, error.message()) == (
+        TritonError.UNAVAILABLE,
+        "too many requests: 2 texts are waiting; expected fewer than 2",
+    )
+    assert not any(request.sent for request in served)
+    release.set()
+    for request in served:
+        assert request.done.wait(20) and text(request) == b"a" * 12
+    model.finalize()
+    assert triton.counted("requests_total") == {"length": 3, "refused": 1}
+    assert triton.counted("requests_in_flight") == {}
+
+
+def test_cycles_are_counted_as_they_were(pipeline) -> None:
+    model, triton = pipeline(answering(A), answering(A))
+    for count in (3, 3, 0):
+        ask(model, num_draft_tokens=count)
+    model.finalize()
+    totals = {
+        name: triton.counted(f"{name}_total").get("")
+        for name in ("cycles", "emitted_tokens", "target_passes", "drafts", "draft_tokens", "accepted_tokens")
+    }
+    assert totals == {
+        "cycles": 7,
+        "emitted_tokens": 36,
+        "target_passes": 18,
+        "drafts": 6,
+        "draft_tokens": 18,
+        "accepted_tokens": 18,
+    }
+    assert triton.counted("accepted_at_position_total") == {"1": 6, "2": 6, "3": 6}
+    assert triton.counted("draft_length_total") == {"3": 6, "0": 1}
+    assert triton.counted("fallbacks_total") == {}
+    assert all(triton.counted(f"{part}_seconds_total")[""] > 0 for part in ("draft", "verify", "pipeline"))
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "cancelled", "refused", "error", "crash"])
+def test_however_a_request_ends_it_is_no_longer_in_flight(
+    pipeline, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    def target(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        time.sleep(0.02)
+        if reason == "error":
+            raise TritonError("out of order", TritonError.INTERNAL)
+        return answering(A, num_max=0 if reason == "stop" else 100)(inputs)
+
+    model, triton = pipeline(target, answering(A))
+    if reason == "crash":
+        monkeypatch.setattr(sys.modules["1.model"], "run", lambda *_: 1 / 0)
+    leaves = {"leaves_after": 0} if reason == "cancelled" else {}
+    request = ask(model, Request({}, **leaves), max_tokens=0 if reason == "refused" else 40)
+    model.finalize()
+    assert sum(finals(request)) == 1
+    assert triton.counted("requests_total") == {"error" if reason == "crash" else reason: 1}
+    assert (triton.counted("requests_in_flight"), model.load.in_flight) == ({}, 0)
+    asked = len(request.asked)
+    time.sleep(0.05)
+    assert len(request.asked) == asked  # the request is gone with its last response
+
+
+@pytest.mark.parametrize(
+    ("lengths", "drafted"),
+    [
+        ({"draft_length_policy": "schedule", "draft_length_schedule": "1:2,8:1"}, [2, 2, 2, 2]),
+        ({"draft_length_policy": "schedule", "draft_length_schedule": "4:0"}, []),
+        ({"draft_length_policy": "fixed"}, [3, 3, 3]),
+    ],
+)
+def test_drafts_are_as_long_as_the_policy_says_unless_the_client_does(
+    pipeline, lengths: dict[str, str], drafted: list[int]
+) -> None:
+    model, triton = pipeline(answering(A), answering(A), **lengths)
+
+    def sent() -> list[int]:
+        tensors = [inputs for name, inputs in triton.calls if name == "tensorrt_llm" and "draft_input_ids" in inputs]
+        triton.calls.clear()
+        return [inputs["draft_input_ids"].shape[1] for inputs in tensors]
+
+    assert text(ask(model)) == b"a" * 12
+    assert sent() == drafted
+    assert text(ask(model, num_draft_tokens=3)) == b"a" * 12
+    assert sent() == [3, 3, 3]
+
+
+def test_in_turns_no_draft_is_made_beside_a_verification(pipeline) -> None:
+    lock, inside, mixed, most = threading.Lock(), {"draft": 0, "target": 0}, [], {"draft": 0, "target": 0}
+
+    def noting(role: str) -> Engine:
+        def engine(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            with lock:
+                inside[role] += 1
+                most[role] = max(most[role], inside[role])
+                mixed.append(all(inside.values()))
+            time.sleep(0.003)
+            with lock:
+                inside[role] -= 1
+            return answering(A)(inputs)
+
+        return engine
+
+    model, _ = pipeline(noting("target"), noting("draft"), alternate_phases="true", max_concurrency="6")
+    requests = [send(model, max_tokens=40) for _ in range(6)]
+    for request in requests:
+        assert request.done.wait(20) and text(request) == b"a" * 40
+    assert not any(mixed)
+    assert min(most.values()) > 1
+
+
+def test_in_turns_a_draft_that_is_too_late_holds_nobody_up(pipeline) -> None:
+    release, hangs = threading.Event(), threading.Event()
+
+    def draft(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if inputs["input_ids"].shape[1] == 7:
+            hangs.set()
+            release.wait(20)
+        return answering(A)(inputs)
+
+    model, _ = pipeline(answering(A), draft, alternate_phases="true", draft_timeout_s="0.3", draft_rest_s="0")
+    stuck = send(model, text_input="stucky")
+    assert hangs.wait(20)
+    others = [ask(model, num_draft_tokens=count) for count in (3, 0)]
+    assert stuck.done.wait(20)
+    assert [text(request) for request in (stuck, *others)] == [b"a" * 12] * 3
+    release.set()

@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,7 +19,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -60,11 +63,33 @@ def leftovers(state: ServerState) -> list[str]:
     return [*map(str, family(state.token)), *map(str, SHARED_MEMORY.glob(f"{state.token}*"))]
 
 
-def kill_model_process(state: ServerState, model: str) -> int:
+def kill_model_process(state: ServerState, model: str, how: signal.Signals = signal.SIGKILL) -> int:
     """Kill the process that serves a model, as the out-of-memory killer would; returns its id."""
-    pid = next(pid for pid, line in family(state.token).items() if f"/{model}/" in line)
-    os.kill(pid, signal.SIGKILL)
+    pid = next(pid for pid, line in family(state.token).items() if f"{model}_0_0" in line.split("\0"))
+    os.kill(pid, how)
     return pid
+
+
+@contextmanager
+def supervised(server: LocalServer) -> Iterator[tuple[list[str], list[str]]]:
+    """What the supervisor says, and how it failed, from a thread; the server is ended with it."""
+    said: list[str] = []
+    failures: list[str] = []
+
+    def watch() -> None:
+        try:
+            server.supervise(said.append)
+        except ServerFailed as failure:
+            failures.append(failure.problem)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield said, failures
+    finally:
+        stop(server.state_dir)
+        watcher.join(timeout=60)
+        assert not watcher.is_alive()
 
 
 def test_a_life_from_start_to_stop(make: Make) -> None:
@@ -86,7 +111,9 @@ def test_a_life_from_start_to_stop(make: Make) -> None:
         "TRTSPEC_ENGINE_MOUNT=/engines",
         f"TRTSPEC_ENGINE_ROOT={server.engines_root}",
     } <= set(environment)
-    assert len(leftovers(state)) == 5, "tritonserver, two model processes and their shared memory"
+    assert len(leftovers(state)) == 6, (
+        "tritonserver, two model processes, their shared memory, and the link to the record"
+    )
 
     with pytest.raises(TrtspecError, match=rf"already running \(process {state.pid}.*trtspec stop"):
         make().start()
@@ -200,18 +227,11 @@ def test_models_are_watched(make: Make, monkeypatch: pytest.MonkeyPatch) -> None
     server = make(host="0.0.0.0")
     server.start()
     server.wait_ready()
-    said: list[str] = []
-    failures: list[str] = []
-
-    def watch() -> None:
-        try:
-            server.supervise(said.append)
-        except ServerFailed as failure:
-            failures.append(failure.problem)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    with InferenceServerClient(server.state.grpc_url) as control, Client(server.state.grpc_url) as client:
+    with (
+        supervised(server) as (said, failures),
+        InferenceServerClient(server.state.grpc_url) as control,
+        Client(server.state.grpc_url) as client,
+    ):
         time.sleep(0.5)
         with pytest.raises(InferenceServerException, match="restricted"):
             control.unload_model("tensorrt_llm_bls_unary")
@@ -234,10 +254,105 @@ def test_models_are_watched(make: Make, monkeypatch: pytest.MonkeyPatch) -> None
         assert client.complete("a b", max_tokens=1, timeout_s=10).text == "a b "
 
         kill_model_process(server.state, "tensorrt_llm_bls")
-        watcher.join(timeout=60)
+        _until(lambda: bool(failures), "it is loaded for ever")
     assert failures == ["the process of model tensorrt_llm_bls dies again and again"]
     server.stop()
     assert leftovers(server.state) == []
+
+
+def test_engines_are_watched(
+    pair: SimpleNamespace, tmp_path: Path, free_ports: Callable[[], dict[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Probes leave no trace in answers, and a long queue alone; an engine that died or hangs is loaded again, and
+    meanwhile no request is without an answer."""
+    monkeypatch.setattr("trtspec.triton.server._WATCH_PERIOD_S", 0.05)
+    serving = pair.spec.serving.model_copy(update={"draft_timeout_s": 1.0, "call_timeout_s": 4.0})
+    repository = pair.write(tmp_path / "repo", spec=pair.spec.model_copy(update={"serving": serving}))
+    server = LocalServer(
+        repository,
+        engines_root=pair.root / "engines",
+        num_threads=1,
+        probe_interval_s=0.2,
+        probe_timeout_s=5.0,
+        state_dir=tmp_path / "state",
+        **free_ports(),
+    )
+    sampled = {"max_tokens": 40, "end_id": -1, "temperature": 1.0, "seed": 5}
+    with server, Client(server.state.grpc_url) as client:
+        alone = [client.complete(prompt, **sampled).output_ids for prompt in ("Hello", "abc")]
+        with supervised(server) as (said, failures):
+            assert [client.complete(prompt, **sampled).output_ids for prompt in ("Hello", "abc")] == alone
+
+            with in_flight(client, 24, max_tokens=100) as queue:
+                time.sleep(1.5)
+                assert any(not each.done for each in queue), "there is no queue"
+            assert [each.tokens for each in queue] == [100] * 24 and said == failures == []
+
+            with in_flight(client, 4, max_tokens=300) as drafting:
+                time.sleep(0.3)
+                kill_model_process(server.state, "tensorrt_llm_draft")
+                _until(lambda: bool(said + failures), "the draft was not loaded again")
+            assert failures == []
+            assert said == ["the process of model tensorrt_llm_draft had died; the model is loaded again"]
+            assert [each.tokens for each in drafting] == [300] * 4, "they go on without drafts"
+
+            said.clear()
+            with in_flight(client, 4, max_tokens=300) as verifying:
+                time.sleep(0.3)
+                hung = kill_model_process(server.state, "tensorrt_llm", signal.SIGSTOP)
+                _until(lambda: bool(said + failures), "the target was not loaded again")
+            told = r"model tensorrt_llm left two small requests unanswered; its process is killed and the model loaded"
+            assert failures == []
+            assert len(said) == 1 and re.fullmatch(rf"{told} again, after \d+\.\d s", said[0])
+            assert hung not in family(server.state.token)
+            for each in verifying:
+                assert re.search(r"tensorrt_llm(:.* is not healthy| did not answer within 4 s)", each.error)
+            assert client.complete("Hello", **sampled, timeout_s=20).output_ids == alone[0]
+        assert failures == []
+
+
+def test_a_pipeline_that_hangs_again_and_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trtspec.triton.server._MAX_REVIVALS_A_MINUTE", 1)
+    monkeypatch.setattr("trtspec.triton.server._WATCH_PERIOD_S", 0.05)
+    server = make(probe_interval_s=0.2, probe_timeout_s=5.0)
+    with server, supervised(server) as (said, failures):
+        kill_model_process(server.state, "tensorrt_llm_bls_unary", signal.SIGSTOP)
+        _until(lambda: bool(said), "the model was not loaded again")
+        assert said[0].startswith("model tensorrt_llm_bls_unary left two small requests unanswered")
+        with Client(server.state.grpc_url) as client:
+            assert client.complete("a b", max_tokens=1, timeout_s=10, stream=False).text == "a b "
+        kill_model_process(server.state, "tensorrt_llm_bls_unary", signal.SIGSTOP)
+        _until(lambda: bool(failures), "it is loaded for ever")
+    assert failures == ["the process of model tensorrt_llm_bls_unary hangs again and again"] and len(said) == 1
+
+
+class InFlight:
+    """One request from a thread of its own: its number of tokens or its error, once it is done."""
+
+    def __init__(self, client: Client, index: int, max_tokens: int) -> None:
+        self.done, self.tokens, self.error = False, 0, ""
+        self.thread = threading.Thread(target=self._ask, args=(client, index, max_tokens))
+        self.thread.start()
+
+    def _ask(self, client: Client, index: int, max_tokens: int) -> None:
+        try:
+            stream = index % 2 == 0
+            answer = client.complete(f"{index}", max_tokens=max_tokens, end_id=-1, stream=stream, timeout_s=60)
+            self.tokens = answer.stats.tokens
+        except TrtspecError as error:
+            self.error = str(error)
+        self.done = True
+
+
+@contextmanager
+def in_flight(client: Client, count: int, max_tokens: int) -> Iterator[list[InFlight]]:
+    """Requests of both kinds, all at once; waited for in the end."""
+    requests = [InFlight(client, index, max_tokens) for index in range(count)]
+    try:
+        yield requests
+    finally:
+        for each in requests:
+            each.thread.join(timeout=90)
 
 
 def test_stop_ends_a_server_that_does_not_react(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

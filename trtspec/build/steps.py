@@ -25,7 +25,7 @@ from trtspec.trtllm.host import look
 
 # Settings of the running server that the model repository does not contain.
 _LAUNCH_ONLY = {"host", "http_port", "grpc_port", "metrics_port", "startup_timeout_s", "num_threads"}
-_LAUNCH_ONLY |= {"image", "shm_size"}
+_LAUNCH_ONLY |= {"image", "shm_size", "probe_interval_s"}
 # Settings of the server that decide where the engines go and what memory they get.
 _PLANNED = {"kv_cache_bytes", "max_concurrency", "kv_cache_free_gpu_mem_fraction", "gpu_device_ids"}
 _PLANNED |= {"orchestrator", "spawn_processes", "fast_logits", "chunked_context", "engine_parameters"}

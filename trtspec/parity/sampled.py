@@ -11,9 +11,12 @@ conversation is depends on its tokens. A check that runs out of time cuts its la
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,13 +27,14 @@ from trtspec.parity import power, statistics
 from trtspec.parity.result import Check, Finding, Verdict, worst
 from trtspec.parity.statistics import NO_MOMENTS, Evidence, Moments
 from trtspec.parity.subjects import END, Answer, Query, Subject, Unsupported
-from trtspec.parity.trial import Case, Trial
+from trtspec.parity.trial import Case, Trial, afresh
 from trtspec.parity.yardstick import Yardstick
 
 SAMPLED = "sampled"
 HYPOTHESIS = "each sampled token is a draw from the reference's distribution given the tokens before it"
 PENALISED = SamplingParams(temperature=1.0, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3)
 BLIND = 0.4  # a sample that cannot see a total variation of this size says nothing useful
+_AHEAD = 4  # answers that are made at the same time
 _MAX_FAULTS = 5  # faults after which more of the same teach nothing
 _NUM_TOLD = 3  # tokens shown with a deviation
 _MAX_PENALTY = 3.0  # logits beyond which a larger penalty counts no more
@@ -549,13 +553,14 @@ def _answers(
     Settings that the subject cannot honour are left out, with the reason in `refused`; ends when all are.
     """
     rng = np.random.default_rng((trial.seed, 1))
-    for number, (case, setting, query) in enumerate(conversations(trial)):
+    asked = enumerate(_ahead(subject, conversations(trial), lambda setting: setting in refused))
+    for number, ((case, setting, query), generate) in asked:
         if len(refused) == len(trial.samplings):
             return
         if setting in refused:
             continue
         try:
-            answer = subject.generate(query)
+            answer = generate()
         except Unsupported as reason:
             refused[setting] = str(reason)
             continue
@@ -576,6 +581,34 @@ def _answers(
             },
         )
         yield tokens, problems
+
+
+def _ahead(
+    subject: Subject, queries: Iterable[tuple[Case, int, Query]], needless: Callable[[int], bool]
+) -> Iterator[tuple[tuple[Case, int, Query], Callable[[], Answer]]]:
+    """Each query with what gives its answer, while those of the next ones are made: engines answer several at once.
+
+    Only of a subject with a memory, which has the answer when it is asked in the thread that takes notes of it.
+    """
+    if afresh(subject) is subject:
+        yield from ((query, partial(subject.generate, query[2])) for query in queries)
+        return
+    waiting: deque[tuple[tuple[Case, int, Query], Future[Answer] | None]] = deque()
+    threads = ThreadPoolExecutor(_AHEAD, thread_name_prefix="sampled")
+
+    def remembered(answer: Future[Answer] | None, query: Query) -> Answer:
+        if answer is not None:
+            answer.result()
+        return subject.generate(query)
+
+    try:
+        for query in queries:
+            waiting.append((query, None if needless(query[1]) else threads.submit(subject.generate, query[2])))
+            if len(waiting) >= _AHEAD:
+                first, answer = waiting.popleft()
+                yield first, partial(remembered, answer, first[2])
+    finally:
+        threads.shutdown(cancel_futures=True)
 
 
 def _look(trial: Trial, subject: str, stream: Sequence[Transforms]) -> tuple[tuple[Evidence, ...], list[Finding]]:

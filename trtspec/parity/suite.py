@@ -7,6 +7,7 @@ nor how a report looks.
 from __future__ import annotations
 
 import shlex
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -359,6 +360,7 @@ class _Counting:
     def __init__(self, subject: Subject) -> None:
         self.name, self.tokens = subject.name, 0
         self._subject = subject
+        self._lock = threading.Lock()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -367,7 +369,8 @@ class _Counting:
 
     def generate(self, query: Query) -> Answer:
         answer = self._subject.generate(query)
-        self.tokens += len(answer.ids)
+        with self._lock:
+            self.tokens += len(answer.ids)
         return answer
 
 

@@ -2,8 +2,10 @@
 
 The compose file mounts this file into the stock image and runs it there, so it imports the standard library only.
 Models are loaded in order because a KV cache takes a part of the memory that is free when its model loads; Triton by
-itself loads them in any order. The watch sends real requests, since Triton goes on calling a model ready whose process
-died; a server that does not answer is ended, and the restart policy of the container brings it back.
+itself loads them in any order. The watch sends real requests through the whole pipeline, since Triton goes on calling a
+model ready whose process died or hangs; a server that does not answer is ended, and the restart policy of the container
+brings it back. Engines share the server's process here, so none is loaded again alone, and an engine that only drafts
+is not missed: the pipeline goes on without it, as its metrics show.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ ENGINE_MODELS = (
     *("tensorrt_llm_middle_3", "tensorrt_llm_middle_2", "tensorrt_llm_middle", "tensorrt_llm"),
 )
 UNARY_MODEL = "tensorrt_llm_bls_unary"
-LLMAPI_MODEL = "tensorrt_llm"
+TARGET_MODEL = LLMAPI_MODEL = "tensorrt_llm"
 SAYS = "launch: "  # before every line of the launcher's own
 CONTROL_KEY = "trtspec-control"
 RESTRICTED = "model-repository,shared-memory,trace,logging"  # whoever loads a model may bring code along
@@ -178,6 +180,8 @@ def probe(address: str, llmapi: bool, timeout_s: float = PROBE_TIMEOUT_S) -> Non
 def _watch(server: subprocess.Popen[bytes], options: argparse.Namespace) -> None:
     """Probe until the server ends, or has not answered several times in a row."""
     address, failed, announced = _address(options), 0, False
+    # A Python model's request counts as answered once it is taken: a probe of the LLM API counts itself.
+    own = 1 if options.llmapi else 0
     while True:
         before = _answered(address)
         try:
@@ -189,7 +193,7 @@ def _watch(server: subprocess.Popen[bytes], options: argparse.Namespace) -> None
         except LaunchFailed as error:
             _require_alive(server)
             # A probe may wait long behind the requests of others; while these are answered the server is only busy.
-            busy = isinstance(error, _NotInTime) and _answered(address) > before
+            busy = isinstance(error, _NotInTime) and _answered(address) > before + own
             failed = 0 if busy else failed + 1
             print(f"{SAYS}{error} ({failed} of {PROBES_FAILED})", file=sys.stderr, flush=True)
             if failed == PROBES_FAILED:
@@ -202,10 +206,14 @@ def _watch(server: subprocess.Popen[bytes], options: argparse.Namespace) -> None
 
 
 def _answered(address: str) -> int:
-    """Calls that all models together have answered so far; 0 if the server does not say."""
+    """Calls that the target has answered so far; 0 if the server does not say.
+
+    Not those of the pipeline, which takes them, and thereby counts them, whether or not they can be answered; nor those
+    of a draft, whose answers are worth nothing without the target's.
+    """
     try:
-        models = json.loads(_call(address, "/v2/models/stats", None, {}, 5.0))["model_stats"]
-        return sum(int(model["inference_stats"]["success"]["count"]) for model in models)
+        stats = json.loads(_call(address, f"/v2/models/{TARGET_MODEL}/stats", None, {}, 5.0))["model_stats"]
+        return sum(int(version["inference_stats"]["success"]["count"]) for version in stats)
     except (LaunchFailed, ValueError, LookupError, TypeError):
         return 0
 

@@ -17,7 +17,8 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from trtspec.errors import TrtspecError
 from trtspec.triton.backend import assemble_backend_dir, server_files
 from trtspec.triton.check import check_repository
 from trtspec.triton.client import CONTROL_KEY, Client, GenerationStats
+from trtspec.triton.life_signs import PROBE_PROMPT, PROBE_TIMEOUT_S, PROBE_TOKENS, LifeSigns
 from trtspec.triton.ports import is_loopback, require_free
 from trtspec.triton.server_state import (
     EXIT_TIMEOUT_S,
@@ -35,6 +37,7 @@ from trtspec.triton.server_state import (
     ServerState,
     build_stamp,
     clean_up,
+    cpu_seconds,
     family,
     read,
     require_not_running,
@@ -45,8 +48,6 @@ if TYPE_CHECKING:
 
 LOG_FILE = "tritonserver.log"
 LOG_TAIL_LINES = 15
-PROBE_PROMPT = "Hello"
-PROBE_TOKENS = 4  # enough for one speculative cycle and one token of the target's own
 _WATCH_PERIOD_S = 1.0
 _MAX_REVIVALS_A_MINUTE = 3
 _POLL_S = 0.1
@@ -77,6 +78,8 @@ class LocalServer:
         http_port, grpc_port, metrics_port: ports to listen on.
         startup_timeout_s: longest wait from start to the first answer, in seconds.
         num_threads: CPU threads of each model process; None: all cores this process may use.
+        probe_interval_s: from one look whether the models still answer to the next, in seconds.
+        probe_timeout_s: longest wait for the answer to one such question, in seconds.
         state_dir: directory for the record, the log and the backend directory; one server at a time.
     """
 
@@ -92,6 +95,8 @@ class LocalServer:
         metrics_port: int = 8002,
         startup_timeout_s: float = 300.0,
         num_threads: int | None = None,
+        probe_interval_s: float = 30.0,
+        probe_timeout_s: float = PROBE_TIMEOUT_S,
         state_dir: Path,
     ) -> None:
         self.model_repo = model_repo
@@ -103,12 +108,15 @@ class LocalServer:
         self.metrics_port = metrics_port
         self.startup_timeout_s = startup_timeout_s
         self.num_threads = num_threads or len(os.sched_getaffinity(0))
+        self.probe_interval_s = probe_interval_s
+        self.probe_timeout_s = probe_timeout_s
         self.state_dir = state_dir
         self.log = state_dir / LOG_FILE
         self._process: subprocess.Popen[bytes] | None = None
         self._state: ServerState | None = None
         self._deadline = 0.0
         self._watched: set[str] = set()  # model instances whose processes should be alive
+        self._drafts = False  # were there for the first request
 
     @classmethod
     def from_spec(cls, spec: Spec) -> LocalServer:
@@ -143,6 +151,7 @@ class LocalServer:
             metrics_port=serving.metrics_port,
             startup_timeout_s=serving.startup_timeout_s,
             num_threads=serving.num_threads,
+            probe_interval_s=serving.probe_interval_s,
             state_dir=state_dir_of(spec),
         )
 
@@ -253,7 +262,8 @@ class LocalServer:
             except TrtspecError as error:
                 self._require_alive("at its first request")
                 raise ServerFailed(f"the server started but does not answer: {error}", log=self.log) from error
-        self._watched = _model_processes(state.token)
+        self._watched = set(_model_processes(state.token).values())
+        self._drafts = stats.drafted > 0
         self._state = replace(state, ready=True)
         self._state.write(self.state_dir)
         return stats
@@ -261,40 +271,88 @@ class LocalServer:
     def supervise(self, say: Callable[[str], None]) -> None:
         """Watch the server until it is stopped by `trtspec stop` or ends by SIGTERM.
 
-        Triton never restarts a model process that died, and goes on calling the model ready: it is loaded again here.
+        Triton never restarts a model process that died or hangs, and goes on calling the model ready: it is loaded
+        again here. Processes that are gone are noticed within seconds; for those that hang, every `probe_interval_s`
+        the models that no traffic shows to be alive are asked with small real requests, which count in the metrics
+        like any other.
 
         Args:
             say: told in one line when a model was loaded again.
 
         Raises:
-            ServerFailed: the server died, or a model's process dies again and again.
+            ServerFailed: the server died, or a model's process dies or hangs again and again.
         """
-        revivals: dict[str, list[float]] = {}
-        while not self._ended():
-            time.sleep(_WATCH_PERIOD_S)
-            alive = _model_processes(self.state.token)
-            self._watched |= alive
-            dead = self._watched - alive
-            for model in {_model_of(instance) for instance in dead}:
-                if self._revive(model, revivals.setdefault(model, [])):
-                    say(f"the process of model {model} had died; the model is loaded again")
-                else:
-                    self._watched -= {instance for instance in dead if _model_of(instance) == model}
+        revivals: defaultdict[str, list[float]] = defaultdict(list)
+        with Client(self.state.grpc_url, control_key=self.state.token) as client:
+            signs = LifeSigns(
+                client,
+                f"http://{self.state.address}:{self.metrics_port}/metrics",
+                drafts=self._drafts,
+                cpu_s=self._cpu_seconds,
+                timeout_s=self.probe_timeout_s,
+            )
+            looked = time.monotonic()
+            while not self._ended():
+                time.sleep(_WATCH_PERIOD_S)
+                self._revive_dead(client, revivals, say)
+                if time.monotonic() - looked > self.probe_interval_s:
+                    silent = signs.silent_models({_model_of(instance) for instance in self._watched})
+                    died_meanwhile = self._revive_dead(client, revivals, say)
+                    for model in silent:
+                        if model not in died_meanwhile:
+                            self._revive_silent(client, signs, model, revivals[model], say)
+                    looked = time.monotonic()
 
-    def _revive(self, model: str, revivals: list[float]) -> bool:
-        """Load a model again whose process is gone, unless that was meant: it was unloaded, or the server is ending.
+    def _revive_dead(self, client: Client, revivals: Mapping[str, list[float]], say: Callable[[str], None]) -> set[str]:
+        """Load models again whose processes are gone, unless that was meant; returns the models of these processes."""
+        alive = set(_model_processes(self.state.token).values())
+        self._watched |= alive
+        dead = self._watched - alive
+        models = {_model_of(instance) for instance in dead}
+        for model in models:
+            if self._reload(client, model, revivals[model]):
+                say(f"the process of model {model} had died; the model is loaded again")
+            else:
+                self._watched -= {instance for instance in dead if _model_of(instance) == model}
+        return models
+
+    def _revive_silent(
+        self, client: Client, signs: LifeSigns, model: str, revivals: list[float], say: Callable[[str], None]
+    ) -> None:
+        """Kill and load a model until it answers."""
+        began = time.monotonic()
+        while self._reload(client, model, revivals, hangs=True):
+            if not signs.is_silent(model):
+                took = time.monotonic() - began
+                say(
+                    f"model {model} left two small requests unanswered; its process is killed and the model loaded "
+                    f"again, after {took:.1f} s"
+                )
+                return
+
+    def _reload(self, client: Client, model: str, revivals: list[float], hangs: bool = False) -> bool:
+        """Load a model again, unless it was unloaded on purpose or the server is ending: then this returns False.
+
+        A model whose process dies while it is being loaded is loaded once more, until there were too many revivals.
 
         Args:
             revivals: when this model was revived before (monotonic seconds); added to.
+            hangs: its process is there still, and is killed.
         """
-        with Client(self.state.grpc_url, control_key=self.state.token) as client:
+        fate = "hangs" if hangs else "dies"
+        problem = ""
+        for _ in range(_MAX_REVIVALS_A_MINUTE):
             try:
-                if model not in client.ready_models():
+                if not problem and model not in client.ready_models():
                     return False
                 now = time.monotonic()
                 if sum(now - then < 60.0 for then in revivals) >= _MAX_REVIVALS_A_MINUTE:
-                    raise ServerFailed(f"the process of model {model} dies again and again", log=self.log)
+                    break
+                revivals.append(now)
+                if hangs:  # else the unloading would wait for its calls
+                    self._kill(model)
                 client.reload(model, timeout_s=self.startup_timeout_s)
+                return True
             except ServerFailed:
                 raise
             except TrtspecError as error:
@@ -303,11 +361,19 @@ class LocalServer:
                     self._running_process().wait(timeout=KILL_AFTER_S)
                 if self._ended():
                     return False
-                raise ServerFailed(
-                    f"the process of model {model} died and the model cannot be loaded again: {error}", log=self.log
-                ) from error
-        revivals.append(now)
-        return True
+                problem = f"; it cannot be loaded again: {error}"
+        raise ServerFailed(f"the process of model {model} {fate} again and again{problem}", log=self.log)
+
+    def _kill(self, model: str) -> None:
+        for pid, instance in _model_processes(self.state.token).items():
+            if _model_of(instance) == model:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _cpu_seconds(self, model: str | None) -> float:
+        """CPU time that the processes of a model have used so far; of all models for None."""
+        processes = _model_processes(self.state.token).items()
+        return sum(cpu_seconds(pid) for pid, instance in processes if model in (None, _model_of(instance)))
 
     def stop(self) -> None:
         """End the server in order, by force after a deadline, and remove its shared memory and its record."""
@@ -453,11 +519,11 @@ def fault(log_text: str) -> str | None:
     return None
 
 
-def _model_processes(token: str) -> set[str]:
-    """Model instances, such as tensorrt_llm_0_0, whose processes are alive."""
+def _model_processes(token: str) -> dict[int, str]:
+    """Process id -> model instance, such as tensorrt_llm_0_0, of every living model process."""
     # Words: program, model.py, region, two sizes, server's pid, library directory, offset, instance, backend.
-    lines = (line.split("\0") for line in family(token).values() if "triton_python_backend_stub" in line)
-    return {words[8] for words in lines}
+    lines = {pid: line.split("\0") for pid, line in family(token).items() if "triton_python_backend_stub" in line}
+    return {pid: words[8] for pid, words in lines.items()}
 
 
 def _model_of(instance: str) -> str:

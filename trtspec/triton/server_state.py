@@ -230,6 +230,15 @@ def command_line(pid: int) -> str:
         return ""
 
 
+def cpu_seconds(pid: int) -> float:
+    """CPU time that a process has used so far, of all its threads; 0 for one that is gone."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")  # utime, stime
+
+
 def family(token: str) -> dict[int, str]:
     """Process id -> command line of every living process that carries the token."""
     pids = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())

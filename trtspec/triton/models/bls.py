@@ -149,7 +149,10 @@ class TritonPythonModel:
 
     def _refuse(self, sender: Any, message: str, code: Any) -> None:
         self.metrics.request_ended("refused")
-        sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code)), flags=_FINAL)
+        try:
+            sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code)), flags=_FINAL)
+        except Exception as problem:  # the other requests that came with it are not to suffer
+            pb_utils.Logger.log_error(f"a refusal could not be sent: {problem!r}")
 
     def drafter(self, client: ClientRequest, call_id: str, rescue: Callable[[str], Rescue]) -> Drafter:
         """A drafter that knows nothing yet; of a request that drafts nothing, one that proposes nothing."""

@@ -29,7 +29,7 @@ _TRUE = np.ones((1, 1), dtype=np.bool_)
 _LOGITS_DTYPES = {"FP32": np.float32, "FP16": np.float16}
 _NO_DRAFTS = np.zeros(0, dtype=np.int32)
 _KV_BLOCKS = ("kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks")
-_MAX_DOUBLINGS = 6
+_MAX_DOUBLINGS = 3
 _MISSING = ("is not ready", "is not found", "unknown model", "not available")
 
 
@@ -175,7 +175,7 @@ class EngineModel:
 
     def _rest(self, began: float) -> None:
         with self._lock:
-            if self._failures and began < self._failed_at:  # that failure is known
+            if self._failures and began <= self._failed_at:  # that failure is known
                 return
             self._failed_at = time.monotonic()
             self._resting_until = self._failed_at + self._rest_s * 2 ** min(self._failures, _MAX_DOUBLINGS)

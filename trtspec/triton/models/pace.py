@@ -57,6 +57,7 @@ class MeasuredPace(Pace):
     def begin(self, generation: Generation) -> int | None:
         """The limit by load, acceptance and times; 0 while what drafts rests."""
         if self._late:  # the same cycle once more: it began before, and its time went into the draft
+            generation.plain_limit = 1  # as where a draft fails: the next cycle may draft again
             return 0
         self._began, self._error, self._in_flight = time.perf_counter(), generation.draft_error, self._load.in_flight
         generation.draft_limit = generation.plain_limit = limit = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -136,7 +137,10 @@ class Watch:
                     call.late = True
                     self._calls.discard(call)
             for call in late:
-                call.rescue()
+                try:
+                    call.rescue()
+                except Exception:  # one call lost must not be the end of all deadlines
+                    traceback.print_exc()
 
 
 class Outbox:
@@ -214,7 +218,11 @@ class Departures:
             self._some.wait()
             begin = time.monotonic()
             for departure in tuple(self._watched):
-                departure.ask()
+                try:
+                    departure.ask()
+                except Exception:  # then it counts as there
+                    traceback.print_exc()
+                    departure.end()
             time.sleep(max(_ASK_PERIOD_S, (time.monotonic() - begin) * (1 / _ASK_SHARE - 1)))
             self._some.clear()
             if self._watched:
