@@ -36,8 +36,10 @@ def install(model: dict[str, Any], switch: Path) -> None:
         else:
             setattr(owner, name, either)
 
-    def read_request(real: Callable[..., Any], *args: Any) -> Any:
-        client = real(*args)
+    def read_requests(real: Callable[..., Any], *args: Any) -> Any:
+        return [changed(client) for client in real(*args)]
+
+    def changed(client: Any) -> Any:
         decoding = client.decoding
         if broken("forgets min_tokens"):
             decoding = replace(decoding, min_tokens=0)
@@ -69,7 +71,7 @@ def install(model: dict[str, Any], switch: Path) -> None:
 
     def push_ids(real: Callable[..., Any], self: Any, ids: list[int]) -> str:
         if broken("splits characters"):
-            return str(self._decode(list(ids)))
+            return "".join(str(self._decode([token])) for token in ids)
         return str(real(self, ids))
 
     def totals(real: Callable[..., Any], self: Any, last: Any) -> dict[str, np.ndarray]:
@@ -83,7 +85,7 @@ def install(model: dict[str, Any], switch: Path) -> None:
     def verifier(real: Callable[..., Any], method: str, call: Callable[..., Any], *rest: Any) -> Any:
         return real(method, _stale(call) if broken("cache off by one") else call, *rest)
 
-    wrap(model, "read_request", read_request)
+    wrap(model, "read_requests", read_requests)
     wrap(model, "make_chain_verifier", verifier)
     wrap(model["Answer"], "_totals", totals)
     wrap(generation.Generation, "commit", commit)

@@ -22,6 +22,7 @@ from trtspec.errors import EXIT_ERROR, EXIT_OK, EXIT_PARITY_FAILED, EXIT_USAGE
 from trtspec.models.source import ModelSource
 from trtspec.parity.checkpoint import BUDGETS, budget_of, divergence
 from trtspec.parity.workbench import Workbench
+from trtspec.parity.yardstick import tolerance_of
 from trtspec.runtime.reference import ReferenceSampler
 from trtspec.spec.schema import CheckpointBudget
 from trtspec.trtllm.checkpoint import Checkpoint
@@ -383,7 +384,8 @@ def test_engines_of_a_quantised_target_are_held_against_its_checkpoint(
     tiny_checkpoints.prepare(deployment.checkpoint, deployment.checkpoint.parents[1] / "target")
     words = ["parity", str(deployment.spec), "--subject", "engines", "--check", "greedy"]
     assert CliRunner().invoke(main, words).exit_code == EXIT_OK
-    monkeypatch.setattr(Workbench, "_reference", lambda self: (ReferenceSampler(self._source), "float32"))
+    exact = tolerance_of("float32")
+    monkeypatch.setattr(Workbench, "_reference", lambda self: (ReferenceSampler(self._source), "float32", exact))
     assert CliRunner().invoke(main, words).exit_code == EXIT_PARITY_FAILED
 
 

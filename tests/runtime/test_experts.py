@@ -82,7 +82,7 @@ def test_an_engine_says_what_the_reference_says(
         *_, last = speculate("none", {"target": runtime}, Request(prompt, 20))
         assert last.generation.token_ids.tolist() == reference.continuation(prompt, 20)
         np.testing.assert_allclose(
-            reference.logits(prompt)[-1], runtime._logits(hidden(runtime, prompt))[-1], atol=1e-4, rtol=1e-4
+            reference.logits(prompt)[-1], runtime._model.head(hidden(runtime, prompt))[-1], atol=1e-4, rtol=1e-4
         )
 
 

@@ -830,7 +830,7 @@ def test_the_rest_doubles_with_every_trial_that_fails(pipeline, clock) -> None:
     for _ in range(6):
         time_now.now += 10_000
         assert drafts(0) == 1
-    assert (drafts(639.9), drafts(0.2)) == (0, 1)  # never longer than 64 times
+    assert (drafts(79.9), drafts(0.2)) == (0, 1)  # never longer than 8 times
 
 
 def test_requests_that_fail_together_are_one_failure(pipeline, clock) -> None:
