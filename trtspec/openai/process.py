@@ -6,10 +6,8 @@ nothing of what it serves.
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import importlib.util
-import os
 import signal
 import subprocess
 import sys
@@ -21,7 +19,7 @@ from pathlib import Path
 from trtspec.errors import TrtspecError
 from trtspec.triton.ports import require_free
 from trtspec.triton.server import ServerFailed
-from trtspec.triton.server_state import connect_host, family, read
+from trtspec.triton.server_state import connect_host, family, read, send_signal
 
 DEFAULT_PORT = 9000
 LOG_FILE = "openai.log"
@@ -185,7 +183,7 @@ def end(state_dir: Path) -> bool:
     deadline = time.monotonic() + _ENDS_WITHIN_S
     for number in (signal.SIGTERM, signal.SIGKILL):
         for pid in _processes(state_dir):
-            _signal(pid, number)
+            send_signal(pid, number)
         while _processes(state_dir) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         deadline += 1.0
@@ -207,16 +205,6 @@ def _processes(state_dir: Path) -> dict[int, str]:
 def _words(state_dir: Path) -> tuple[str, ...]:
     """What a command line has after the interpreter: enough to tell a front end, and whose it is."""
     return "-m", _MODULE, str(state_dir.absolute())
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        try:
-            os.kill(pid, number)
-        except PermissionError as error:
-            raise TrtspecError(
-                f"no permission to end process {pid}", fix="stop the server as the user who started it"
-            ) from error
 
 
 def _how_it_ended(process: subprocess.Popen[bytes]) -> str:

@@ -176,7 +176,7 @@ def stop(state_dir: Path) -> ServerState | None:
     if was_alive:
         replace(state, stopping=True).write(state_dir)
         if not state.project:
-            _signal(state.pid, signal.SIGTERM)
+            send_signal(state.pid, signal.SIGTERM)
             _wait_until_dead(state, KILL_AFTER_S)
     clean_up(state, state_dir)
     return state if was_alive else None
@@ -215,7 +215,7 @@ def clean_up(state: ServerState, state_dir: Path) -> None:
         if time.monotonic() > deadline:
             raise TrtspecError(f"process {next(iter(left))} of the server does not die", where=state.model_repo)
         for pid in left:
-            _signal(pid, signal.SIGKILL)
+            send_signal(pid, signal.SIGKILL)
         time.sleep(0.05)
     for region in SHARED_MEMORY.glob(f"{state.token}*"):
         region.unlink(missing_ok=True)
@@ -274,7 +274,12 @@ def _wait_until_dead(state: ServerState, timeout_s: float) -> None:
         time.sleep(0.05)
 
 
-def _signal(pid: int, number: signal.Signals) -> None:
+def send_signal(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process, if there still is one.
+
+    Raises:
+        TrtspecError: it is somebody else's.
+    """
     with contextlib.suppress(ProcessLookupError):
         try:
             os.kill(pid, number)
