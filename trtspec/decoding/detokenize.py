@@ -68,7 +68,7 @@ class Detokenizer:
         futures = [
             self._decode(self._window + [token] * count) for token in self._continuation_ids for count in (1, 2, 3)
         ]
-        return min(_shared_length(text, future) for future in futures)
+        return min(shared_length(text, future) for future in futures)
 
     def _shorten(self, text: str) -> None:
         if len(self._window) <= 2 * _CONTEXT or self._sent < len(text):
@@ -79,5 +79,6 @@ class Detokenizer:
             self._window, self._sent = context, len(context_text)
 
 
-def _shared_length(a: str, b: str) -> int:
+def shared_length(a: Sequence[object], b: Sequence[object]) -> int:
+    """How far two texts, or two rows of ids, are the same."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

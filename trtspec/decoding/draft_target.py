@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cycle import Generation, Proposal
+from .detokenize import shared_length
 from .engine_call import EngineCall, EngineError, EngineRequest, EngineResult
 from .sampling import SamplingParams, derive_seed
 from .token_tree import ROOT, TokenTree
@@ -93,7 +94,7 @@ class Target:
         # An own token never equals a draft that it replaces, so what the drafts have of the answer was accepted.
         ids = tokens.tolist()
         if proposal.parents is None:
-            num_accepted, rows = num_shared(ids, drafts.tolist()), None
+            num_accepted, rows = shared_length(ids, drafts.tolist()), None
         else:
             nodes = TokenTree(drafts, proposal.parents).follow(ids)
             num_accepted, rows = len(nodes), [ROOT, *nodes]
@@ -163,11 +164,6 @@ def engine_request(generation: Generation, max_new_tokens: int, sampling: Sampli
         min_new_tokens=min(before_min, max_new_tokens),
         **more,
     )
-
-
-def num_shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many of the first values are the same in both."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def checked_ids(result: EngineResult, max_new_tokens: int, role: str) -> NDArray[np.int32]:
