@@ -91,7 +91,11 @@ class Server:
         """Keywords of `Client.generate`; only what differs from the server's own defaults."""
         sampling = query.sampling
         if query.logits:
-            raise Unsupported("the server does not return generation logits", where=self._client.url)
+            raise Unsupported(
+                "the pipeline is not asked for generation logits here",
+                where=self._client.url,
+                fix="--subject engine-model asks the target's own model for them",
+            )
         if sampling.min_p:
             raise Unsupported("the tensors of the server have no min_p", where=self._client.url)
         if query.end_ids is not None and len(query.end_ids) > 1:
