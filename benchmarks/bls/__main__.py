@@ -100,9 +100,10 @@ def cycle(
     for row in measure(spec.model_repo_dir, root, tuple(free_ports().values()), cycles, rounds):  # type: ignore[arg-type]
         sent = "logits" if row.with_logits else "ids only"
         answered = "streaming" if row.streaming else "one answer"
+        answering = f", {row.bare_streaming:.2f} ms with a response each" if row.bare_streaming else ""
         click.echo(
-            f"vocabulary {row.vocab_size}, {sent}, {row.num_clients} clients, {answered}: bare hops {row.bare:.2f}"
-            f" ms, pipeline {row.pipeline:.2f} ms a cycle, {row.ratio:.2f} times"
+            f"vocabulary {row.vocab_size}, {sent}, {row.num_clients} clients, {answered}: bare hops {row.bare:.2f} ms"
+            f"{answering}; pipeline {row.pipeline:.2f} ms a cycle, {row.ratio:.2f} times"
         )
         rows.append(asdict(row) | {"ratio": row.ratio})
     return rows, True

@@ -2,7 +2,8 @@
 
 The pipeline is that of the built quickstart, its engine models replaced by `models/free_engine.py`. Every draft token
 is accepted, so a request of `cycles` passes emits as many blocks. Times are the server's own, from the first block to
-the last.
+the last. Streams carry text and ids, as they do unless a client asks for more, and the two times and the count that are
+read here.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from __future__ import annotations
 import shutil
 import statistics
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import grpc
 
+from trtspec.triton.client import CHANNEL_OPTIONS
 from trtspec.triton.server import LocalServer
 
 MODELS = Path(__file__).parent / "models"
@@ -28,7 +31,21 @@ PROMPT = "Count from one to ten."
 _ENGINES = ("tensorrt_llm", "tensorrt_llm_draft")
 _BLS = "tensorrt_llm_bls"
 _HOPS = "bare_hops"
-_BARE_INPUTS = {"cycles": "INT32", "num_draft_tokens": "INT32", "context": "INT32", "with_logits": "BOOL"}
+_TIMES = ("first_scheduled_time_ns", "last_token_time_ns", "total_target_passes")
+_TENSORS = {
+    bool: ("BOOL", "bool_contents"),
+    int: ("INT32", "int_contents"),
+    float: ("FP32", "fp32_contents"),
+    str: ("BYTES", "bytes_contents"),
+}
+_TIMEOUT_S = 120.0
+_BARE_INPUTS = {
+    "cycles": "INT32",
+    "num_draft_tokens": "INT32",
+    "context": "INT32",
+    "with_logits": "BOOL",
+    "stream": "BOOL",
+}
 
 
 @dataclass(frozen=True)
@@ -40,16 +57,20 @@ class Row:
     num_clients: int
     streaming: bool
     bare: float
+    bare_streaming: float | None
     pipeline: float
 
     @property
     def ratio(self) -> float:
-        """Of the pipeline's time to that of two bare hops."""
+        """Of the pipeline's time to that of two bare hops, without a response a cycle."""
         return self.pipeline / self.bare
 
 
 def measure(repository: Path, root: Path, ports: tuple[int, int, int], cycles: int, rounds: int) -> Iterator[Row]:
-    """The rows, smaller vocabulary first; bare hops and pipeline take turns, and the median of `rounds` counts."""
+    """The rows, smaller vocabulary first; bare hops and pipeline take turns, and the median of `rounds` counts.
+
+    A response a cycle takes a machine with few cores its time, whoever sends it: bare hops that send one are there too.
+    """
     for vocab_size in (49152, 128256):
         with _server(repository, root / str(vocab_size), ports, vocab_size) as url:
             for with_logits in (False, True):
@@ -57,9 +78,11 @@ def measure(repository: Path, root: Path, ports: tuple[int, int, int], cycles: i
                     continue  # ids only: the vocabulary does not matter
                 for num_clients in (1, 8):
                     for streaming in (True, False):
-                        bare, pipeline = [], []
+                        bare, bare_streaming, pipeline = [], [], []
                         for _ in range(rounds):
                             bare.append(_bare(url, num_clients, cycles, with_logits))
+                            if streaming:
+                                bare_streaming.append(_bare(url, num_clients, cycles, with_logits, stream=True))
                             pipeline.append(_pipeline(url, num_clients, cycles, with_logits, streaming))
                         yield Row(
                             vocab_size,
@@ -67,6 +90,7 @@ def measure(repository: Path, root: Path, ports: tuple[int, int, int], cycles: i
                             num_clients,
                             streaming,
                             statistics.median(bare),
+                            statistics.median(bare_streaming) if streaming else None,
                             statistics.median(pipeline),
                         )
 
@@ -92,7 +116,7 @@ def _server(repository: Path, root: Path, ports: tuple[int, int, int], vocab_siz
     (hops.parent / "config.pbtxt").write_text(
         f'name: "{_HOPS}"\nbackend: "python"\nmax_batch_size: 8\n{inputs}\n'
         "model_transaction_policy { decoupled: true }\n"
-        'output { name: "seconds" data_type: TYPE_FP32 dims: 1 }\n'
+        'output { name: "seconds" data_type: TYPE_FP32 dims: -1 }\n'
         f'parameters {{ key: "token" value {{ string_value: "{TOKEN}" }} }}\n'
         "instance_group { count: 1 kind: KIND_CPU }\n"
     )
@@ -124,96 +148,73 @@ def _free(model: Path, vocab_size: int) -> None:
     shutil.copyfile(MODELS / "free_engine.py", model / "1" / "model.py")
 
 
-def _bare(url: str, num_clients: int, cycles: int, with_logits: bool) -> float:
+def _bare(url: str, num_clients: int, cycles: int, with_logits: bool, *, stream: bool = False) -> float:
     """Milliseconds that two bare hops take, in the aggregate of so many clients."""
-    values = {"cycles": cycles, "num_draft_tokens": NUM_DRAFT_TOKENS, "context": CONTEXT, "with_logits": with_logits}
-
-    def ask(client: Any) -> float:
-        inputs = [_tensor(name, values[name], kind) for name, kind in _BARE_INPUTS.items()]
-        return float(_stream(client, _HOPS, inputs)[-1].as_numpy("seconds").item())
-
-    return 1e3 * max(_side_by_side(url, num_clients, ask)) / (cycles * num_clients)
+    values = {
+        "cycles": cycles,
+        "num_draft_tokens": NUM_DRAFT_TOKENS,
+        "context": CONTEXT,
+        "with_logits": with_logits,
+        "stream": stream,
+    }
+    answers = _side_by_side(url, _HOPS, num_clients, values)
+    return 1e3 * max(answer.as_numpy("seconds").item() for answer in answers) / (cycles * num_clients)
 
 
 def _pipeline(url: str, num_clients: int, cycles: int, with_logits: bool, streaming: bool) -> float:
     """Milliseconds that a cycle of the pipeline takes, in the aggregate of so many clients."""
-    max_tokens = cycles * (NUM_DRAFT_TOKENS + 1)
-
-    def ask(client: Any) -> tuple[int, int, int]:
-        inputs = [
-            _tensor("text_input", PROMPT.encode(), "BYTES"),
-            _tensor("max_tokens", max_tokens, "INT32"),
-            _tensor("num_draft_tokens", NUM_DRAFT_TOKENS, "INT32"),
-            _tensor("stream", streaming, "BOOL"),
-            _tensor("return_perf_metrics", True, "BOOL"),
-            _tensor("end_id", -1, "INT32"),
-        ]
-        if with_logits:
-            inputs += [_tensor("temperature", 1.0, "FP32"), _tensor("seed", 1, "UINT64")]
-            inputs += [_tensor("use_draft_logits", True, "BOOL")]
-        last = _stream(client, _BLS, inputs)[-1]
-        names = ("first_scheduled_time_ns", "last_token_time_ns", "total_target_passes")
-        began, ended, passes = (int(last.as_numpy(name).item()) for name in names)
-        if passes != cycles:
-            raise RuntimeError(f"{passes} target passes where {cycles} were expected: not every draft was accepted")
-        return began, ended, passes
-
-    times = _side_by_side(url, num_clients, ask)
+    values = {
+        "text_input": PROMPT,
+        "max_tokens": cycles * (NUM_DRAFT_TOKENS + 1),
+        "num_draft_tokens": NUM_DRAFT_TOKENS,
+        "stream": streaming,
+        "return_perf_metrics": True,
+        "end_id": -1,
+    }
+    if with_logits:
+        values |= {"temperature": 1.0, "top_p": 1.0, "use_draft_logits": True}
+    answers = _side_by_side(url, _BLS, num_clients, values, ("text_output", "output_ids", *_TIMES))
+    times = [tuple(int(answer.as_numpy(name).item()) for name in _TIMES) for answer in answers]
+    if any(passes != cycles for *_, passes in times):
+        raise RuntimeError(f"not {cycles} target passes each, but {times}: not every draft was accepted")
     wall = max(ended for _, ended, _ in times) - min(began for began, _, _ in times)
     return wall / 1e6 / sum(passes for _, _, passes in times)
 
 
-def _side_by_side(url: str, num_clients: int, ask: Any) -> list[Any]:
-    """What `ask` gives for each of so many clients at the same time."""
-    import tritonclient.grpc as grpcclient
+def _side_by_side(
+    url: str, model: str, num_clients: int, values: Mapping[str, object], outputs: Sequence[str] = ()
+) -> list[Any]:
+    """The last response that each of so many clients gets, all asking the same at the same time.
 
-    results: list[Any] = [None] * num_clients
-    ready = threading.Barrier(num_clients)
+    What comes before is not looked at, and not even parsed: clients share the cores with the server.
+    """
+    from tritonclient.grpc import InferResult, service_pb2
 
-    def work(number: int) -> None:
-        try:
-            with grpcclient.InferenceServerClient(url) as client:
-                ready.wait()
-                results[number] = ask(client)
-        except RuntimeError as error:
-            results[number] = error
+    request = service_pb2.ModelInferRequest(model_name=model)
+    for name, value in values.items():
+        datatype, contents = _TENSORS[type(value)]
+        tensor = request.inputs.add(name=name, datatype=datatype, shape=[1, 1])
+        getattr(tensor.contents, contents).append(value.encode() if isinstance(value, str) else value)
+    for name in outputs:
+        request.outputs.add(name=name)
+    with ExitStack() as stack:
+        calls = [
+            stack.enter_context(grpc.insecure_channel(url, CHANNEL_OPTIONS)).stream_stream(
+                "/inference.GRPCInferenceService/ModelStreamInfer",
+                request_serializer=service_pb2.ModelInferRequest.SerializeToString,
+                response_deserializer=None,
+            )
+            for _ in range(num_clients)
+        ]
+        ready = threading.Barrier(num_clients)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(num_clients)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors := [result for result in results if isinstance(result, RuntimeError)]:
-        raise errors[0]
-    return results
+        def ask(call: Any) -> Any:
+            ready.wait()
+            *_, message = call(iter([request]), timeout=_TIMEOUT_S, wait_for_ready=True)
+            answer = service_pb2.ModelStreamInferResponse.FromString(message)
+            if answer.error_message:
+                raise RuntimeError(f"{model}: {answer.error_message}")
+            return InferResult(answer.infer_response)
 
-
-def _stream(client: Any, model: str, inputs: list[Any]) -> list[Any]:
-    """All responses to one request."""
-    done, responses, errors = threading.Event(), [], []
-
-    def receive(result: Any, error: Any) -> None:
-        if error is not None:
-            errors.append(error)
-            done.set()
-            return
-        responses.append(result)
-        if result.get_response().parameters["triton_final_response"].bool_param:
-            done.set()
-
-    client.start_stream(receive)
-    client.async_stream_infer(model, inputs, enable_empty_final_response=True)
-    done.wait(120)
-    client.stop_stream()
-    if errors or not responses:
-        raise RuntimeError(f"{model}: {errors[0] if errors else 'no answer'}")
-    return [response for response in responses if response.get_response().outputs]
-
-
-def _tensor(name: str, value: object, kind: str) -> Any:
-    import tritonclient.grpc as grpcclient
-
-    dtypes = {"INT32": np.int32, "BOOL": np.bool_, "BYTES": np.object_, "FP32": np.float32, "UINT64": np.uint64}
-    tensor = grpcclient.InferInput(name, [1, 1], kind)
-    tensor.set_data_from_numpy(np.array([[value]], dtype=dtypes[kind]))
-    return tensor
+        with ThreadPoolExecutor(num_clients) as threads:
+            return list(threads.map(ask, calls))

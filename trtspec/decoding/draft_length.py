@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from threading import Lock
 from typing import TypeVar
@@ -23,14 +24,19 @@ _OWN_MEMORY = 64  # draft tokens after which what a request's target said counts
 _POOL_MEMORY = 256  # the same for all requests together
 _POOL_WEIGHT = 12.0  # draft tokens that the pooled rate counts for in a request's own
 _FIRST_RATE, _FIRST_WEIGHT = 0.6, 4.0  # acceptance before anything is known
-_COST_MEMORY = 512  # cycles of a bucket after which their times count for 1/e
+_COST_MEMORY = 512  # windows of a bucket after which their times count for 1/e
 _STALE = 20_000  # cycles elsewhere after which a bucket is begun anew
-_TRIALS = 6.0  # cycles of a new bucket that may be spent on finding out
+_TRIALS = 6.0  # cycles of one request in a new bucket that may be spent on finding out
 _TRIAL_SHARE = 1 / 64  # and of every further one
-_ENOUGH = 2.0  # times, without and with drafts, to draw a line through
-_STALL = 4.0  # a cycle counts for at most so many times what it was expected to take
-_SURPRISE, _SURPRISE_MEMORY = 0.3, 16  # part by which so many cycles miss what was expected where times have changed
-_SETTLED = 256  # cycles of a bucket before it may be found to have changed
+_ENOUGH = 2.0  # windows without and with drafts, to know what they take
+_PRIOR = 1.0  # windows that the plain ones together count for in the line of those with drafts
+_PLAIN_SHARE, _DRAFTING_SHARE = 0.1, 0.7  # of cycles with drafts: at most, at least, for a window of either kind
+_SWITCH = 1.03  # what the other kind has to be better by for all requests to change to it
+_NEAR, _SOON, _LATE = 0.8, 64, 256  # rounds until the other kind is tried; soon, if it is so much as good
+_ATTEMPTS = 6  # windows to try it in
+_STALL = 4.0  # a window counts for at most so many times what it was expected to take
+_SURPRISE, _SURPRISE_MEMORY = 0.3, 16  # part by which so many windows miss what was expected where times have changed
+_SETTLED = 256  # windows of a bucket before it may be found to have changed
 _Number = TypeVar("_Number", int, float)
 
 
@@ -40,15 +46,24 @@ class DraftLength:
     `fixed` drafts as much as there is room for. `schedule` drafts at most what stands at the first load that is not
     below the present one, and nothing beyond the last. `adaptive` takes the length k with most emitted tokens per time,
 
-        (1 - a^(k+1)) / (1 - a) / (1 + k c),
+        (1 - a^(k+1)) / (1 - a) / (s + k c),
 
-    with the request's acceptance a and the cost c of one more draft token, drafted and verified, in plain passes of the
-    target (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding", equation 1 and theorem
-    3.8, whose proof this denominator is from). Without a table of costs, a line of the time of a cycle over its length
-    is fitted for each range of loads (1, 2, 3-4, 5-8, ...), older cycles counting less. What the chosen lengths do not
-    show is tried now and then: a few cycles of a new range, later one in 64. Where nothing is drafted, these are drafts
-    of one token, in a row as long as they are accepted, which later cycles make up for. A range whose cycles come to
-    take another time, all of a sudden and for good, is begun anew.
+    with the request's acceptance a, the cost s of a cycle that drafts and c of each draft token, drafted and verified,
+    in plain passes of the target (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding",
+    equation 1 and theorem 3.8, in whose proof s is 1). Without a table of costs c, both are measured for each range of
+    loads (1, 2, 3-4, 5-8, ...).
+
+    What is measured is the time of the engines, not that of a request. Requests share forward passes: one that drafts
+    makes all others wait, and by their own times each would find drafting cheap. So the cycles of all requests that end
+    in a window of a round are counted together: the time in which the engines were busy with any of them, by cycle.
+    Windows without drafts have a mean, those with drafts a line over their draft tokens; older ones count less.
+
+    One request goes by its own acceptance. What the chosen lengths do not show is tried now and then: a few cycles of a
+    new range, later one in 64. Where nothing is drafted, these are drafts of one token, in a row as long as they are
+    accepted, which later cycles make up for. Several requests draft, each its own length, or do not, all together, by
+    the acceptance of all: mixed passes cost as much as either and show the cost of neither. Once in 64 rounds, or more
+    seldom where it is far behind, they try for a window what they do not do. A range whose windows come to take another
+    time, all of a sudden and for good, is begun anew.
 
     Args:
         policy: one of `POLICIES`.
@@ -133,36 +148,39 @@ class DraftLength:
             return self._adapted(in_flight, running, room)
 
     def observe(
-        self, in_flight: int, length: int, accepted: int, draft_s: float, verify_s: float, fresh: int = 1
+        self, in_flight: int, length: int, began_s: float, ended_s: float, *, passes: int = 1, fresh: int = 1
     ) -> None:
         """Learn what a cycle took; also one without drafts, of any request.
 
         Args:
             in_flight: as it was given to `choose`.
             length: draft tokens that were proposed.
-            accepted: how many of them were accepted.
-            draft_s: seconds that drafting took.
-            verify_s: seconds of the target; of a call for several plain tokens, of one of them.
+            began_s, ended_s: when the engines began and ended, by any clock that all requests share.
+            passes: target passes; more than one for a call that decoded several tokens plainly.
             fresh: tokens of the context that the target, or what drafted, had not read before this cycle. More of them
-                than a cycle leaves behind are a prompt or a text to catch up with, and the time is left out.
+                than a cycle leaves behind are a prompt or a text to catch up with: the window is left out.
         """
-        seconds = draft_s + verify_s
-        if self.policy != "adaptive" or self.token_cost is not None or not 0 < seconds < math.inf:
-            return
-        if fresh > self.most + 1:
+        if self.policy != "adaptive" or self.token_cost is not None or not 0 < ended_s - began_s < math.inf:
             return
         with self._lock:
             bucket = self._bucket(in_flight)
-            bucket.add(length, seconds)
+            if fresh > self.most + 1:
+                bucket.window = None
+                return
+            window = bucket.open_window(in_flight)
+            window.add(length, passes, began_s, ended_s)
+            if window.full:
+                bucket.observe(window, ended_s)
             if bucket.outdated:
                 del self._buckets[_bucket_of(in_flight)]
 
     def _adapted(self, in_flight: int, running: RunningAcceptance, room: int) -> int:
         self._num_cycles += 1
-        bucket = self._bucket(in_flight)
+        bucket, times = self._bucket(in_flight), self._times(in_flight)
+        if in_flight > 1 and self.token_cost is None:
+            return self._with_others(bucket, times, in_flight, running, room)
         bucket.credit = min(bucket.credit + _TRIAL_SHARE, _TRIALS)
-        cost = self._cost(in_flight)
-        best = room if cost is None else _fastest(running.rate, cost, room, self.whole)
+        best = room if times is None else self._fastest(running.rate, times, room)[0]
         if best:
             running.probes = 0
         may_try = bucket.credit >= 1 or (running.probes and bucket.credit > -_TRIALS)
@@ -173,13 +191,13 @@ class DraftLength:
         return length
 
     def _tried(self, bucket: _Bucket, running: RunningAcceptance, best: int, room: int) -> int:
-        """A length that shows what `best` does not."""
+        """A length of a request that shows what `best` does not."""
         measured = self.token_cost is None
         if best:  # acceptance shows by itself
-            return 0 if measured and bucket.num_plain <= bucket.num_drafted else best
-        if measured and bucket.num_plain < _ENOUGH:
+            return 0 if measured and bucket.plain.count <= bucket.drafts.count else best
+        if measured and not bucket.plain.enough:
             return 0
-        if measured and bucket.num_drafted < _ENOUGH:
+        if measured and not bucket.drafts.enough:
             return room
         if not running.probes:
             # Two, since what drafts has the plain tokens to catch up with first.
@@ -187,13 +205,47 @@ class DraftLength:
         running.probes -= 1
         return room if self.whole else 1
 
-    def _cost(self, in_flight: int) -> float | None:
-        """c at this load; None: nothing is known."""
+    def _with_others(
+        self, bucket: _Bucket, times: _Times | None, in_flight: int, running: RunningAcceptance, room: int
+    ) -> int:
+        """A length of one of several requests: all of them draft, or none, as long as a window is open."""
+        window = bucket.open_window(in_flight)
+        window.chosen += 1
+        bucket.rounds += 1 / in_flight
+        if window.drafts is None:
+            drafts = bucket.decide(times, self._speed_up(times) if times else 1.0)
+            window.drafts, window.is_trial = drafts, drafts != bucket.is_drafting
+        running.trial = window.is_trial
+        if not window.drafts:
+            return 0
+        return room if times is None else self._fastest(running.rate, times, room, least=1)[0]
+
+    def _speed_up(self, times: _Times) -> float:
+        """What drafting brings to a request like all others together."""
+        return self._fastest(self._pool.rate(_FIRST_RATE, _FIRST_WEIGHT), times, self.most, least=1)[1]
+
+    def _fastest(self, rate: float, times: _Times, room: int, least: int = 0) -> tuple[int, float]:
+        """The length from `least` on with most emitted tokens per time, see `DraftLength`, and how many of them in the
+        time of a plain pass."""
+        if self.whole:
+            lengths = {0: 1.0, room: 1 / (1 - rate)}
+        else:
+            lengths, emitted, reached = {0: 1.0}, 1.0, 1.0
+            for length in range(1, room + 1):
+                reached *= rate
+                emitted += reached
+                lengths[length] = emitted
+        speeds = {length: tokens / times.of(length) for length, tokens in lengths.items() if length >= least}
+        best = max(speeds, key=speeds.__getitem__)
+        return best, speeds[best]
+
+    def _times(self, in_flight: int) -> _Times | None:
+        """What cycles take at this load; None: nothing is known."""
         if self.token_cost is not None:
-            return _interpolated(self.token_cost, in_flight)
+            return _Times(1.0, _interpolated(self.token_cost, in_flight))
         here = _bucket_of(in_flight)
-        known = [place for place, bucket in self._buckets.items() if bucket.known]
-        return self._buckets[min(known, key=lambda place: abs(place - here))].cost if known else None
+        known = [place for place, bucket in self._buckets.items() if bucket.times is not None]
+        return self._buckets[min(known, key=lambda place: abs(place - here))].times if known else None
 
     def _bucket(self, in_flight: int) -> _Bucket:
         place = _bucket_of(in_flight)
@@ -305,20 +357,6 @@ def _read(parameters: Mapping[str, str], name: str, number: Callable[[str], _Num
         raise ValueError(f"parameter {_PREFIX}{name}: {text!r}; expected a table such as {example}") from None
 
 
-def _fastest(rate: float, cost: float, room: int, whole: bool) -> int:
-    """The length with most emitted tokens per time of a plain pass, see `DraftLength`."""
-    if whole:
-        return room if 1 / (1 - rate) > 1 + room * cost else 0
-    best, fastest = 0, 1.0
-    emitted = reached = 1.0
-    for length in range(1, room + 1):
-        reached *= rate
-        emitted += reached
-        if emitted / (1 + length * cost) > fastest:
-            best, fastest = length, emitted / (1 + length * cost)
-    return best
-
-
 def _interpolated(table: Mapping[int, float], load: int) -> float:
     loads = list(table)
     place = bisect_left(loads, load)
@@ -332,6 +370,66 @@ def _interpolated(table: Mapping[int, float], load: int) -> float:
 def _bucket_of(in_flight: int) -> int:
     """1, 2, 3-4, 5-8, 9-16, ... as 0, 1, 2, ..."""
     return max(in_flight - 1, 0).bit_length()
+
+
+@dataclass(frozen=True)
+class _Times:
+    """What a cycle with drafts takes, in plain passes: `start`, and `token` for each draft token."""
+
+    start: float
+    token: float
+
+    def of(self, length: int) -> float:
+        return self.start + self.token * length if length else 1.0
+
+
+class _Window:
+    """The cycles that end in a stretch of time, as many as there are requests.
+
+    Args:
+        in_flight: requests.
+        opened_s: the end of the window before.
+
+    Attributes:
+        drafts: whether all requests draft in it; None: not decided, each for itself.
+        is_trial: it is not what they would do otherwise.
+        chosen: cycles that a length was chosen for.
+        drafted: draft tokens of the cycles that ended.
+        drafting: how many of these had some.
+        cycles: all that ended.
+    """
+
+    def __init__(self, in_flight: int, opened_s: float) -> None:
+        self.drafts: bool | None = None
+        self.is_trial = False
+        self.chosen = self.drafted = self.drafting = self.cycles = 0
+        self.opened_s = opened_s
+        self._wanted = in_flight
+        self._spans: list[tuple[float, float]] = []
+
+    def add(self, length: int, passes: int, began_s: float, ended_s: float) -> None:
+        self.cycles += passes
+        self.drafted += length
+        self.drafting += length > 0
+        self._spans.append((began_s, ended_s))
+
+    @property
+    def full(self) -> bool:
+        return self.cycles >= self._wanted
+
+    @property
+    def is_stuck(self) -> bool:
+        """Cycles go on, and end without being observed."""
+        return self.chosen >= 4 * self._wanted
+
+    @property
+    def busy_s(self) -> float:
+        """Time in which some cycle was under way."""
+        busy, until = 0.0, self.opened_s
+        for began, ended in sorted(self._spans):
+            busy += max(0.0, ended - max(began, until))
+            until = max(until, ended)
+        return busy
 
 
 class _Trials:
@@ -355,52 +453,125 @@ class _Trials:
         return (self._accepted + weight * prior) / (self._judged + weight)
 
 
+class _Line:
+    """Seconds over draft tokens, both of a cycle: exponentially weighted least squares."""
+
+    def __init__(self) -> None:
+        self.count = 0.0
+        self._length = self._length_squared = self._seconds = self._product = 0.0  # sums
+
+    @property
+    def enough(self) -> bool:
+        return self.count >= _ENOUGH
+
+    @property
+    def mean_s(self) -> float:
+        return self._seconds / self.count
+
+    def add(self, length: float, seconds: float) -> None:
+        self.forget()
+        self.count += 1
+        self._length += length
+        self._length_squared += length**2
+        self._seconds += seconds
+        self._product += length * seconds
+
+    def forget(self) -> None:
+        kept = 1 - 1 / _COST_MEMORY
+        self.count *= kept
+        self._length *= kept
+        self._length_squared *= kept
+        self._seconds *= kept
+        self._product *= kept
+
+    def fit(self, plain_s: float) -> tuple[float, float]:
+        """Start, at least `plain_s`, and slope, at least 0; a line that has few lengths goes through `plain_s` at 0."""
+        count, seconds = self.count + _PRIOR, self._seconds + _PRIOR * plain_s
+        mean, mean_s = self._length / count, seconds / count
+        spread = self._length_squared / count - mean**2
+        slope = max((self._product / count - mean * mean_s) / spread, 0.0) if spread > 0 else 0.0
+        start = max(mean_s - slope * mean, plain_s)
+        mean, mean_s = self._length / self.count, self.mean_s
+        return start, max((mean_s - start) / mean, 0.0)
+
+
 class _Bucket:
-    """Times of cycles at similar loads, and the line through them: exponentially weighted least squares."""
+    """Times of windows at similar loads, and whether several requests draft."""
 
     def __init__(self) -> None:
         self.credit = _TRIALS
         self.last_cycle = 0
-        self.num_plain = self.num_drafted = 0.0
-        self._length = self._length_squared = self._seconds = self._product = 0.0  # sums
-        self._num_cycles = 0
+        self.is_drafting = True
+        self.rounds = 0.0  # since the other kind was seen
+        self.attempts = 0
+        self.window: _Window | None = None
+        self.plain, self.drafts = _Line(), _Line()
+        self.times: _Times | None = None
+        self._last_end_s = -math.inf
+        self._drafted: bool | None = None  # in the last window
+        self._num_windows = 0
         self._surprise = 0.0
 
-    def add(self, length: int, seconds: float) -> None:
-        self._num_cycles += 1
-        if self.known:
-            plain_s, token_s = self._line()
-            expected = plain_s + token_s * length
+    def open_window(self, in_flight: int) -> _Window:
+        """The window that the next cycle belongs to."""
+        if self.window is None or self.window.is_stuck:
+            self.window = _Window(in_flight, self._last_end_s)
+        return self.window
+
+    def decide(self, times: _Times | None, speed_up: float) -> bool:
+        """Whether all requests draft in the window that opens.
+
+        Args:
+            times: of this bucket, or one near it.
+            speed_up: what drafting brings, by these times.
+        """
+        if times is not None and speed_up != 1.0:
+            limit = 1 / _SWITCH if self.is_drafting else _SWITCH
+            if (speed_up > limit) != self.is_drafting:
+                self.is_drafting, self.rounds = not self.is_drafting, 0.0
+        if not self.plain.enough and self.plain.count <= self.drafts.count:
+            return self._try(False)
+        if not self.drafts.enough:
+            return self._try(True)
+        behind = speed_up if not self.is_drafting else 1 / speed_up
+        if self.rounds >= (_SOON if behind > _NEAR else _LATE):
+            return self._try(not self.is_drafting)
+        return self.is_drafting
+
+    def _try(self, drafts: bool) -> bool:
+        """`drafts`, but what is usual if that has been tried to no avail."""
+        self.attempts += 1
+        if self.attempts <= _ATTEMPTS:
+            return drafts
+        if self.attempts > 2 * _ATTEMPTS:
+            self.attempts = 0
+        self.rounds = 0.0
+        return self.is_drafting
+
+    def observe(self, window: _Window, ended_s: float) -> None:
+        """Learn from a window that is full."""
+        self.window, self._last_end_s = None, max(self._last_end_s, ended_s)
+        share = window.drafting / window.cycles
+        changed, self._drafted = window.drafts != self._drafted, window.drafts
+        if changed or _PLAIN_SHARE < share < _DRAFTING_SHARE:  # cycles of the other kind had their part in it
+            return
+        self._num_windows += 1
+        length, seconds = window.drafted / window.cycles, window.busy_s / window.cycles
+        if self.times is not None:
+            expected = self.plain.mean_s * (self.times.start + self.times.token * length if share > 0.5 else 1.0)
             seconds = min(seconds, _STALL * expected)
             self._surprise += (seconds / expected - 1 - self._surprise) / _SURPRISE_MEMORY
-        kept = 1 - 1 / _COST_MEMORY
-        self.num_plain = self.num_plain * kept + (length == 0)
-        self.num_drafted = self.num_drafted * kept + (length > 0)
-        self._length = self._length * kept + length
-        self._length_squared = self._length_squared * kept + length**2
-        self._seconds = self._seconds * kept + seconds
-        self._product = self._product * kept + length * seconds
-
-    @property
-    def known(self) -> bool:
-        """Whether there are times without and with drafts."""
-        return self.num_plain >= _ENOUGH <= self.num_drafted
+        here, other = (self.drafts, self.plain) if share > 0.5 else (self.plain, self.drafts)
+        here.add(length, seconds)
+        other.forget()
+        if (share > 0.5) != self.is_drafting:
+            self.rounds, self.attempts = 0.0, 0
+        if self.plain.enough and self.drafts.enough:
+            plain_s = self.plain.mean_s
+            start, token = self.drafts.fit(plain_s)
+            self.times = _Times(start / plain_s, token / plain_s)
 
     @property
     def outdated(self) -> bool:
-        """Whether cycles have come to take another time than the line says, at once and not by chance."""
-        return self._num_cycles > _SETTLED and abs(self._surprise) > _SURPRISE
-
-    @property
-    def cost(self) -> float:
-        """Of a draft token, in plain passes."""
-        plain_s, token_s = self._line()
-        return token_s / plain_s
-
-    def _line(self) -> tuple[float, float]:
-        """Seconds of a plain pass, more than 0, and of a draft token, at least 0."""
-        count = self.num_plain + self.num_drafted
-        length, seconds = self._length / count, self._seconds / count
-        spread = self._length_squared / count - length**2
-        token_s = max((self._product / count - length * seconds) / spread, 0.0)
-        return max(seconds - token_s * length, 0.01 * seconds), token_s
+        """Whether windows have come to take another time than expected, at once and not by chance."""
+        return self._num_windows > _SETTLED and abs(self._surprise) > _SURPRISE

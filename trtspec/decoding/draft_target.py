@@ -41,11 +41,12 @@ class DraftModel:
         """Continue the context with the draft model."""
         sampling = generation.request.sampling
         drawn = not sampling.greedy and self._acceptance != "tokens"
-        if not drawn:
+        if drawn:
+            # Hashed with the position, not counted up from it: numbers of drafts that came to nothing stay unused.
+            sampling = sampling.seeded(derive_seed(sampling.seed, 0, f"draft from {len(generation.context)}"))
+        else:
             sampling = sampling.greedily()
-        # Hashed with the position, not counted up from it: numbers of drafts that came to nothing are not used again.
-        seed = derive_seed(sampling.seed, 0, f"draft from {len(generation.context)}")
-        request = engine_request(generation, num_draft_tokens, sampling.seeded(seed))
+        request = engine_request(generation, num_draft_tokens, sampling)
         if drawn:
             request = replace(_without_end_ids(request, generation.request.end_ids), return_generation_logits=True)
         generation.raise_if_cancelled()
@@ -74,12 +75,13 @@ class Target:
         """One engine call: a verification, or plain decoding when nothing is proposed."""
         drafts = proposal.tokens
         max_new_tokens = generation.num_new_tokens(len(drafts))
-        asked = generation.request
-        seed = derive_seed(asked.sampling.seed, len(generation.context), "target")
+        asked, sampling = generation.request, generation.request.sampling
+        if not sampling.greedy:
+            sampling = sampling.seeded(derive_seed(sampling.seed, len(generation.context), "target"))
         request = engine_request(
             generation,
             max_new_tokens,
-            asked.sampling.seeded(seed),
+            sampling,
             draft_tokens=drafts if len(drafts) else None,
             draft_logits=proposal.logits,
             draft_parents=proposal.parents,
@@ -174,7 +176,7 @@ def checked_ids(result: EngineResult, max_new_tokens: int, role: str) -> NDArray
             f"the {role} engine returned ids of shape {list(tokens.shape)};"
             f" expected at most {max_new_tokens} new tokens, without the input"
         )
-    if len(tokens) and (tokens.dtype.kind not in "iu" or tokens.min() < 0):
+    if len(tokens) and (tokens.dtype.kind not in "iu" or min(tokens.tolist()) < 0):
         raise EngineError(f"the {role} engine returned {tokens[:8].tolist()}, which are not token ids")
     return tokens.astype(np.int32, copy=False)
 

@@ -171,7 +171,7 @@ class Generation:
         """Take the verified tokens up to the first that ends the generation, and make them text."""
         self._count(len(proposal.tokens), verification)
         self.kv_blocks = verification.kv_blocks.after(self.kv_blocks)
-        text, taken = "", 0
+        text, taken, limit = "", 0, self._emission_limit
         for token in verification.tokens:
             if token in self.request.end_ids:
                 self.finish_reason = "stop"
@@ -184,7 +184,7 @@ class Generation:
             if self._stop.stopped:
                 self.finish_reason = "stop"
                 break
-            if self._emission_limit == 0:
+            if taken >= limit:
                 self.finish_reason = "length"
                 break
         else:

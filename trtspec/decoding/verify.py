@@ -34,8 +34,8 @@ class Proposal:
     )
 
     def __post_init__(self) -> None:
-        if len(self.tokens) and np.min(self.tokens) < 0:
-            raise ValueError(f"proposal: {np.min(self.tokens)} is not a token id")
+        if len(self.tokens) and (lowest := min(self.tokens.tolist())) < 0:
+            raise ValueError(f"proposal: {lowest} is not a token id")
         if self.logits is not None and len(self.logits) != len(self.tokens):
             raise ValueError(f"proposal: {len(self.logits)} rows of logits for {len(self.tokens)} tokens")
 

@@ -1,7 +1,7 @@
 """The least that a cycle can cost: a call to the draft and a call to the target, with the pipeline's tensors.
 
 A request asks for a number of cycles, of draft tokens, and of ids of context; the answer is the time of all of them.
-Nothing is looked at, checked or streamed.
+Nothing is looked at or checked. With `stream` there is a response a cycle, of the size of a block's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+_BLOCK = np.zeros((1, 8), dtype=np.float32)
 
 
 class TritonPythonModel:
@@ -38,10 +39,12 @@ class TritonPythonModel:
     def _serve(self, request: Any, sender: Any) -> None:
         inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         cycles, num_drafts, context = (int(inputs[name].item()) for name in ("cycles", "num_draft_tokens", "context"))
-        with_logits = bool(inputs["with_logits"].item())
+        with_logits, stream = (bool(inputs[name].item()) for name in ("with_logits", "stream"))
         begin = time.perf_counter()
         for _ in range(cycles):
             self._cycle(num_drafts, context, with_logits)
+            if stream:
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("seconds", _BLOCK)]))
         seconds = np.array([[time.perf_counter() - begin]], dtype=np.float32)
         sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("seconds", seconds)]), flags=_FINAL)
 

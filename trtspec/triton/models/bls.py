@@ -136,7 +136,7 @@ class TritonPythonModel:
         reply = Reply(sender, self._outbox, wanted, len(clients), streams, self._settings.pad_id, ending)
         self.load.add(len(clients))
         for index, client in enumerate(clients):
-            answer = Answer(client, index, arrival_ns, self._counts_passes)
+            answer = Answer(client, index, arrival_ns, wanted, self._counts_passes)
             text = Text(client, answer, reply, departure, self)
             self.workers.submit(text.serve)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -22,6 +22,12 @@ from .threads import Outbox
 
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _RAGGED = {"output_ids": -1, "output_log_probs": -1, "generation_logits": -2}  # the axis that grows with the text
+_TIMES = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
+_DTYPES: Mapping[str, type] = {  # of the totals; the others are int32
+    "acceptance_rate": np.float32,
+    "finish_reason": np.object_,
+    **dict.fromkeys(_TIMES, np.int64),
+}
 
 Tensors = dict[str, np.ndarray]
 
@@ -33,13 +39,17 @@ class Answer:
         client: what was asked.
         index: which text of the request it is.
         arrival_ns: when the request came.
+        wanted: names of the outputs that were asked for; no others are made.
         counts_passes: False where the engine drafts by itself: it makes several tokens a pass, unseen here.
     """
 
-    def __init__(self, client: ClientRequest, index: int, arrival_ns: int, counts_passes: bool) -> None:
+    def __init__(
+        self, client: ClientRequest, index: int, arrival_ns: int, wanted: Collection[str], counts_passes: bool
+    ) -> None:
         self.index = index
         self._client = client
         self._arrival_ns = arrival_ns
+        self._wanted = frozenset(wanted)
         self._counts_passes = counts_passes
         self._scheduled_ns = time.time_ns()
         self._first_ns = 0
@@ -58,7 +68,7 @@ class Answer:
             "output_ids": np.array([[token for block in blocks for token in block.token_ids]], dtype=np.int32),
         }
         if self._client.num_texts > 1:
-            tensors["batch_index"] = _int32(self.index)
+            tensors["batch_index"] = np.array([[self.index]], dtype=np.int32)
         if asked.return_log_probs:
             log_probs = [value for block in blocks for value in block.log_probs or ()]
             self._cum_log_prob += sum(log_probs)
@@ -72,33 +82,37 @@ class Answer:
         # the upstream repository read the metrics that they ask for from every response.
         if last.finish_reason is None and not asked.return_perf_metrics:
             return tensors
-        return tensors | self._totals(last)
+        totals = self._totals(last)
+        return tensors | {
+            name: np.array([[value]], dtype=_DTYPES.get(name, np.int32))
+            for name, value in totals.items()
+            if name in self._wanted
+        }
 
-    def _totals(self, last: Block) -> Tensors:
+    def _totals(self, last: Block) -> dict[str, Any]:
         generation, acceptance = last.generation, last.generation.acceptance
         totals = {
-            "batch_index": _int32(self.index),
-            "sequence_index": _int32(0),
-            "num_input_tokens": _int32(len(self._client.decoding.prompt_ids)),
-            "num_output_tokens": _int32(generation.num_generated),
-            "acceptance_rate": np.array([[acceptance.rate]], dtype=np.float32),
-            "total_accepted_draft_tokens": _int32(acceptance.num_accepted),
-            "total_draft_tokens": _int32(acceptance.num_drafted),
-            "total_target_passes": _int32(acceptance.num_target_passes if self._counts_passes else 0),
+            "batch_index": self.index,
+            "sequence_index": 0,
+            "num_input_tokens": len(self._client.decoding.prompt_ids),
+            "num_output_tokens": generation.num_generated,
+            "acceptance_rate": acceptance.rate,
+            "total_accepted_draft_tokens": acceptance.num_accepted,
+            "total_draft_tokens": acceptance.num_drafted,
+            "total_target_passes": acceptance.num_target_passes if self._counts_passes else 0,
         }
         if last.finish_reason is not None:
-            totals["finish_reason"] = np.array([[last.finish_reason.encode("utf-8")]], dtype=np.object_)
+            totals["finish_reason"] = last.finish_reason.encode("utf-8")
         if self._client.decoding.return_perf_metrics:
             blocks = generation.kv_blocks
             totals |= {
-                "kv_cache_alloc_new_blocks": _int32(blocks.allocated),
-                "kv_cache_reused_blocks": _int32(blocks.reused),
-                "kv_cache_alloc_total_blocks": _int32(blocks.total),
-            }
-            times_ns = (self._arrival_ns, self._scheduled_ns, self._first_ns, time.time_ns())
-            names = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
-            totals |= {
-                name: np.array([[time_ns]], dtype=np.int64) for name, time_ns in zip(names, times_ns, strict=True)
+                "kv_cache_alloc_new_blocks": blocks.allocated,
+                "kv_cache_reused_blocks": blocks.reused,
+                "kv_cache_alloc_total_blocks": blocks.total,
+                "arrival_time_ns": self._arrival_ns,
+                "first_scheduled_time_ns": self._scheduled_ns,
+                "first_token_time_ns": self._first_ns,
+                "last_token_time_ns": time.time_ns(),
             }
         return totals
 
@@ -206,7 +220,3 @@ def _filled_up(array: np.ndarray, axis: int, length: int, value: int) -> np.ndar
     widths = [(0, 0)] * array.ndim
     widths[axis] = (0, length - array.shape[axis])
     return np.pad(array, widths, constant_values=value)
-
-
-def _int32(value: int) -> np.ndarray:
-    return np.array([[value]], dtype=np.int32)

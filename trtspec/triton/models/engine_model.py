@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+from trtspec_decoding.detokenize import shared_length
 from trtspec_decoding.engine_call import NO_KV_BLOCKS, EngineError, EngineRequest, EngineResult, KvBlocks
 
 from .phases import Phases
@@ -234,15 +235,16 @@ class EngineModel:
         ids = self._checked(answer, "output_ids", np.int32, 3)[0, 0]  # [>= length]
         length = int(self._checked(answer, "sequence_length", np.int32, 2)[0, 0])
         start = len(request.input_ids)
-        if not start <= length <= len(ids) or (ids[:start] != request.input_ids).any():
+        if not start <= length <= len(ids) or ids[:start].tobytes() != request.input_ids.tobytes():
             raise EngineError(
                 f"{self.name} answered {length} ids that do not begin with the {start} of its input; "
                 "expected exclude_input_in_output false"
             )
         new = ids[start:length]
-        if len(new) > request.max_new_tokens or (len(new) and not 0 <= new.min() <= new.max() < self._num_ids):
+        values = new.tolist()  # few: plain Python is faster than numpy here
+        if len(values) > request.max_new_tokens or (values and not 0 <= min(values) <= max(values) < self._num_ids):
             raise EngineError(
-                f"{self.name} answered {new.tolist()}; expected up to {request.max_new_tokens} ids "
+                f"{self.name} answered {values}; expected up to {request.max_new_tokens} ids "
                 f"from 0 to {self._num_ids - 1}"
             )
         new = with_end_id(new, request)
@@ -266,7 +268,7 @@ class EngineModel:
             generation_logits=logits,
             log_probs=log_probs,
             num_draft_tokens=len(drafts),
-            num_accepted=num_equal(new, drafts),
+            num_accepted=shared_length(new.tolist(), drafts.tolist()),
             kv_blocks=kv_blocks,
         )
 
@@ -335,19 +337,9 @@ def with_end_id(new: np.ndarray, request: EngineRequest) -> np.ndarray:
         return new
     if any(tuple(new[-len(stop) :].tolist()) == stop for stop in request.stop_sequences):
         return new
-    if request.draft_tokens is not None and num_equal(new, request.draft_tokens) < len(new):
+    if request.draft_tokens is not None and shared_length(new.tolist(), request.draft_tokens.tolist()) < len(new):
         return new
     return np.append(new, np.int32(request.end_id))
-
-
-def num_equal(new: np.ndarray, drafts: np.ndarray) -> int:
-    """How many of the first tokens are the draft's: the accepted ones."""
-    n = min(len(new), len(drafts))
-    if not n:
-        return 0
-    differing = new[:n] != drafts[:n]
-    first = int(differing.argmax())
-    return first if differing[first] else n
 
 
 def _fitted(array: np.ndarray, size: int, missing: float) -> np.ndarray:

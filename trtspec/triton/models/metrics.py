@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import triton_python_backend_utils as pb_utils
 
 _WRITE_PERIOD_S = 0.5
 _CLOSE_S = 5.0
+_MAX_CYCLES = 4096  # that wait to be added up
 
 
 class Family(NamedTuple):
@@ -54,6 +55,18 @@ FAMILIES = {
 _Series = tuple[str, str]  # name, and the value of its label or ""
 
 
+class _Cycle(NamedTuple):
+    """One cycle, see `Metrics.cycle`."""
+
+    chosen: int
+    drafted: int
+    accepted: int
+    emitted: int
+    draft_s: float
+    verify_s: float
+    pipeline_s: float
+
+
 class Metrics:
     """The metrics of one model process; made once, in `initialize`. All methods may be called from any thread.
 
@@ -70,6 +83,7 @@ class Metrics:
         self._lock = threading.Lock()
         self._in_flight = 0
         self._unwritten: Counter[_Series] = Counter()
+        self._cycles: deque[_Cycle] = deque()
         self._families = {
             name: pb_utils.MetricFamily(
                 name=name,
@@ -127,24 +141,31 @@ class Metrics:
             draft_s, verify_s: seconds in the engines that draft, and in the target.
             pipeline_s: seconds of the rest of the cycle.
         """
-        counts: dict[_Series, float] = {
-            ("trtspec_cycles_total", ""): 1,
-            ("trtspec_emitted_tokens_total", ""): emitted,
-            ("trtspec_draft_length_total", str(chosen)): 1,
-            ("trtspec_draft_seconds_total", ""): draft_s,
-            ("trtspec_verify_seconds_total", ""): verify_s,
-            ("trtspec_pipeline_seconds_total", ""): pipeline_s,
-        }
-        if self._counts_passes:
-            counts["trtspec_target_passes_total", ""] = 1 if drafted else emitted
-        if drafted:
-            counts["trtspec_drafts_total", ""] = 1
-            counts["trtspec_draft_tokens_total", ""] = drafted
-            counts["trtspec_accepted_tokens_total", ""] = accepted
-            for position in range(1, accepted + 1):
-                counts["trtspec_accepted_at_position_total", str(position)] = 1
+        # Added up later, in the thread that writes: a cycle is short.
+        self._cycles.append(_Cycle(chosen, drafted, accepted, emitted, draft_s, verify_s, pipeline_s))
+        if len(self._cycles) > _MAX_CYCLES:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        """Take the cycles that wait into the counts."""
         with self._lock:
-            self._unwritten.update(counts)
+            counts = self._unwritten
+            while self._cycles:
+                cycle = self._cycles.popleft()
+                counts["trtspec_cycles_total", ""] += 1
+                counts["trtspec_emitted_tokens_total", ""] += cycle.emitted
+                counts["trtspec_draft_length_total", str(cycle.chosen)] += 1
+                counts["trtspec_draft_seconds_total", ""] += cycle.draft_s  # type: ignore[assignment]
+                counts["trtspec_verify_seconds_total", ""] += cycle.verify_s  # type: ignore[assignment]
+                counts["trtspec_pipeline_seconds_total", ""] += cycle.pipeline_s  # type: ignore[assignment]
+                if self._counts_passes:
+                    counts["trtspec_target_passes_total", ""] += 1 if cycle.drafted else cycle.emitted
+                if cycle.drafted:
+                    counts["trtspec_drafts_total", ""] += 1
+                    counts["trtspec_draft_tokens_total", ""] += cycle.drafted
+                    counts["trtspec_accepted_tokens_total", ""] += cycle.accepted
+                    for position in range(1, cycle.accepted + 1):
+                        counts["trtspec_accepted_at_position_total", str(position)] += 1
 
     def fallback(self, reason: str) -> None:
         """A cycle had to do without drafts: `draft_failed`, `draft_timeout`, `draft_resting`, `draft_nonsense`, ..."""
@@ -165,6 +186,7 @@ class Metrics:
         failing = closing = False
         while not closing:
             closing = self._closing.wait(_WRITE_PERIOD_S)
+            self._add_up()
             with self._lock:
                 counts, self._unwritten = self._unwritten, Counter()
             try:

@@ -99,14 +99,13 @@ class MeasuredPace(Pace):
             depth = proposal.depth
             self._running.update(depth, accepted)
             unread = context - min(self._target_seen, self._draft_seen if drafted else self._target_seen)
-            passes = 1 if drafted else max(1, emitted)
             self._lengths.observe(
                 self._in_flight,
                 drafted if self._lengths.whole else depth,
-                accepted,
-                draft_s,
-                verify_s / passes,
-                unread,
+                self._began,
+                now,
+                passes=1 if drafted else max(1, emitted),
+                fresh=unread,
             )
         self._target_seen = context + max(emitted - 1, 0)  # not its last token, which it has not read yet
         if drafted:
