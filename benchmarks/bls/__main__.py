@@ -171,7 +171,7 @@ def soak(
 
     soaked = run(root, seconds=soak_seconds, warmup_s=soak_warmup, period_s=soak_period, clients=soak_clients)
     for name, line in soaked.trends.items():
-        verdict = "steady" if line.steady else "GROWS"
+        verdict = "steady" if line.steady else "settling" if line.settling else "GROWS"
         click.echo(f"{name}: {line.mib:.1f} MiB, {line.slope:+.2f} ± {line.error:.2f} MiB an hour, {verdict}")
     click.echo(f"requests: {', '.join(f'{count} {kind}' for kind, count in soaked.requests.items() if count)}")
     click.echo("verdict: " + ("steady" if soaked.steady else "NOT steady"))

@@ -83,8 +83,10 @@ class Pipeline:
         request = generation_request(STREAMING_MODEL, info, **inputs)
         reader = ChunkReader(info, bool(inputs.get("return_log_probs")))
         call = self._stub.ModelStreamInfer(_one(request), timeout=REQUEST_TIMEOUT_S, metadata=_ERRORS_AS_STATUS)
+        ended = False
         try:
             async for message in call:
+                ended = message.infer_response.parameters["triton_final_response"].bool_param
                 if message.error_message:
                     raise server_error(message.error_message, self._url)
                 chunk = reader.read(message.infer_response)
@@ -95,7 +97,10 @@ class Pipeline:
         except grpc.RpcError as error:
             raise await self._explained(error, REQUEST_TIMEOUT_S, reader.had_text) from error
         finally:
-            call.cancel()
+            if ended:  # a stream that is cancelled now, before its status has come, Triton 2.51 never lets go
+                await call.code()
+            else:
+                call.cancel()
 
     async def _explained(self, error: Any, timeout_s: float, after_text: bool = False) -> TrtspecError:
         live = error.code() != grpc.StatusCode.UNAVAILABLE or await self._live()

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 _FEW_ROWS = 16  # more gain nothing: what they compute takes longer than the weights need to come
+_MANY_ROWS = 32  # oneDNN keeps half a MiB of code for every number of rows: many are filled up to a multiple of this
 # PyTorch multiplies float32 with MKL, which is up to twice as slow as oneDNN on CPUs without AVX-512.
 _ONEDNN_FLOAT32 = torch.backends.mkldnn.is_available() and "AVX512" not in torch.backends.cpu.get_cpu_capability()
 
@@ -25,7 +26,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """
     rows = x.numel() // x.shape[-1]
     if _ONEDNN_FLOAT32 and x.dtype == torch.float32 and x.is_cpu and rows and not torch.is_grad_enabled():
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        missing = -rows % _MANY_ROWS if rows > _FEW_ROWS else 0
+        if not missing:
+            return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        filled = F.pad(x.reshape(rows, -1), (0, 0, 0, missing))
+        product = torch.ops.mkldnn._linear_pointwise(filled, weight, bias, "none", [], "")
+        return product[:rows].view(*x.shape[:-1], -1)
     if x.dtype != torch.bfloat16 or not x.is_cpu or not 1 <= rows <= _FEW_ROWS:
         return F.linear(x, weight, bias)
     if rows == 1:

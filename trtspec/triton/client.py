@@ -8,8 +8,9 @@ cancelled, and one channel serves any number of streams. Knows nothing of how th
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -359,15 +360,23 @@ class Client:
                 call(request, timeout=timeout_s, metadata=self._control)
 
     def _stream(self, request: Any, timeout_s: float) -> Generator[service_pb2.ModelInferResponse, None, None]:
-        """Responses of the decoupled model; closing the generator cancels the request."""
+        """Responses of the decoupled model; closing the generator before the last of them cancels the request."""
+        import grpc
+
         call = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s)
+        ended = False
         try:
             for message in call:
+                ended = message.infer_response.parameters["triton_final_response"].bool_param
                 if message.error_message:
                     raise server_error(message.error_message, self.url)
                 yield message.infer_response
         finally:
-            call.cancel()
+            if ended:  # a stream that is cancelled now, before its status has come, Triton 2.51 never lets go
+                with suppress(grpc.RpcError):
+                    deque(call, maxlen=0)
+            else:
+                call.cancel()
 
     def _unary(self, request: Any, timeout_s: float) -> Generator[service_pb2.ModelInferResponse, None, None]:
         """The one response of the unary model."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from trtspec.decoding.detokenize import shared_length
 from trtspec.decoding.engine_call import EngineRequest, EngineResult
 from trtspec.decoding.methods import IN_ENGINE, METHODS, DraftEngine, Setting, make_drafter
 from trtspec.errors import TrtspecError
@@ -118,7 +119,7 @@ class Runner:
             generation_logits=logits,
             log_probs=log_probs,
             num_draft_tokens=len(drafts),
-            num_accepted=num_equal(new.tolist(), drafts),
+            num_accepted=shared_length(new.tolist(), drafts),
         )
 
     def _settings(self, request: EngineRequest) -> dict[str, Any]:
@@ -210,13 +211,3 @@ def runner_subject(
         drafts_itself=method in IN_ENGINE,
         plain_chunk_tokens=None,
     )
-
-
-def num_equal(new: Sequence[int], drafts: Sequence[int]) -> int:
-    """How many of the first tokens are the draft's."""
-    equal = 0
-    for token, draft in zip(new, drafts, strict=False):
-        if token != draft:
-            break
-        equal += 1
-    return equal
