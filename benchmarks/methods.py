@@ -44,11 +44,11 @@ from trtspec.build.progress import Lines
 from trtspec.build.steps import build_graph
 from trtspec.errors import TrtspecError
 from trtspec.models.config import ModelConfig
-from trtspec.parity.prompts import Prompt, read_prompts, spread
 from trtspec.parity.workbench import EngineLogits, Workbench
 from trtspec.parity.yardstick import TOLERANCES
 from trtspec.plan.exit import speed_up
 from trtspec.plan.experts import weights_read
+from trtspec.prompts import Prompt, read_prompts, spread
 from trtspec.spec.load import load_spec
 from trtspec.spec.schema import Spec
 

@@ -44,8 +44,8 @@ from trtspec.build.sources import Sources
 from trtspec.errors import TrtspecError
 from trtspec.models.export import export
 from trtspec.models.source import ModelSource, SharedDraft
-from trtspec.parity.prompts import Prompt
 from trtspec.parity.workbench import Workbench
+from trtspec.prompts import Prompt
 from trtspec.spec.schema import Spec
 
 CONFIGS = [ROOT / "configs" / name for name in ("quickstart.yaml", "quickstart-ngram.yaml")]

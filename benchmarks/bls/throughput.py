@@ -16,7 +16,6 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +23,15 @@ from pathlib import Path
 import click
 from serving import free_ports
 
+from trtspec.bench.load import closed_loop
+from trtspec.bench.load import in_turn as _in_turn
 from trtspec.build.progress import Lines
 from trtspec.build.steps import build_graph
 from trtspec.decoding.sampling import GREEDY
-from trtspec.parity.prompts import read_prompts, spread
 from trtspec.parity.subjects import Query, Subject
 from trtspec.parity.trial import Case
 from trtspec.parity.workbench import ENGINES, SERVER, Workbench, engine_configs
+from trtspec.prompts import read_prompts, spread
 from trtspec.spec.load import load_spec
 from trtspec.spec.schema import Spec
 from trtspec.triton.client import Client
@@ -195,30 +196,21 @@ class Bench:
         Raises:
             TrtspecError: a request fails.
         """
-        requests = max(len(self._cases), 2 * clients)
-        queue = itertools.islice(itertools.cycle(self._cases), requests)
-        lock = threading.Lock()
+        tokens = []
 
-        def work(_: int) -> int:
-            tokens = 0
-            while True:
-                with lock:
-                    case = next(queue, None)
-                if case is None:
-                    return tokens
-                stats = self._client.complete(
-                    case.text,
-                    max_tokens=self._max_tokens,
-                    end_id=-1,
-                    num_draft_tokens=num_draft_tokens,
-                    timeout_s=_TIMEOUT_S,
-                ).stats
-                tokens += stats.tokens
+        def work(number: int, _: float) -> None:
+            stats = self._client.complete(
+                self._cases[number % len(self._cases)].text,
+                max_tokens=self._max_tokens,
+                end_id=-1,
+                num_draft_tokens=num_draft_tokens,
+                timeout_s=_TIMEOUT_S,
+            ).stats
+            tokens.append(stats.tokens)
 
-        with ThreadPoolExecutor(clients) as threads:
-            begin = time.perf_counter()
-            tokens = sum(threads.map(work, range(clients)))
-            return tokens / (time.perf_counter() - begin)
+        begin = time.perf_counter()
+        closed_loop(clients, work, threading.Event(), requests=max(len(self._cases), 2 * clients))
+        return sum(tokens) / (time.perf_counter() - begin)
 
     def _query(self, case: Case, stream: bool) -> Query:
         return Query(
@@ -230,9 +222,3 @@ class Bench:
             end_ids=(),
             stream=stream,
         )
-
-
-def _in_turn(arms: list[str], number: int) -> list[str]:
-    """The arms, each first in its turn."""
-    shift = number % len(arms)
-    return [*arms[shift:], *arms[:shift]]

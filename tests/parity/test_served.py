@@ -14,8 +14,8 @@ import pytest
 
 from trtspec.errors import TrtspecError
 from trtspec.parity import served
-from trtspec.parity.prompts import read_prompts
 from trtspec.parity.served import described, spec_of_model, spec_of_server
+from trtspec.prompts import read_prompts
 from trtspec.triton import server_state
 from trtspec.triton.client import ModelInfo, ServerGone
 from trtspec.triton.server_state import ServerState, build_stamp, find

@@ -16,12 +16,12 @@ from trtspec.cli import main
 from trtspec.decoding.cycle import Request
 from trtspec.models.source import open_model
 from trtspec.models.surgery import truncated
+from trtspec.plan.acceptance import expected_acceptance
 from trtspec.plan.exit import exit_matches, greedy_answers, judge, speed_up
 from trtspec.runtime.engine import write_torch_engine
 from trtspec.runtime.llama import Llama, load_weights
 from trtspec.runtime.local import speculate
 from trtspec.runtime.torch_runtime import TorchRuntime
-from trtspec.train.acceptance import expected_acceptance
 
 LAYERS = 8
 PROMPTS = ["Say hello.", "Why is the sky blue?", "Count to three."]

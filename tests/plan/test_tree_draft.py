@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
 from trtspec.cli import main
-from trtspec.cli.plan import target_answers
+from trtspec.cli.common import target_answers
 from trtspec.decoding.cycle import Request
 from trtspec.models.source import open_model
 from trtspec.plan.draft import draft_ranks

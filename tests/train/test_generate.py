@@ -71,6 +71,26 @@ def test_sampled_tokens_follow_the_distribution(model: Llama) -> None:
     assert float(((observed - expected) ** 2 / expected).sum()) < 27.9
 
 
+@torch.inference_mode()
+def test_without_a_top_k_all_tokens_are_drawn_from_and_none_kept(model: Llama) -> None:
+    """Hypothesis: first tokens at temperature 1 are outside the 8 likeliest as often as the softmax over all says.
+
+    2000 draws, a band of 4 standard errors: false alarms 1 in 16,000. Sampling among the 8 is off by 18.
+    """
+    prompt = waiting(1, 1.0)[0].prompt
+    plans = [Answer(i, prompt, 1.0, 1) for i in range(2000)]
+    generator = Generator(model, eos_ids=(2,), rows=500, capacity=16, top_k=None, seed=5)
+    answers = list(generator.answers(iter(plans)))
+    logits = model.forward(torch.tensor([prompt]), model.new_cache(1, 16), 0, num_logits=1)[0, 0]
+    outside = 1.0 - float(logits.softmax(-1).topk(8).values.sum())
+    first = set(logits.topk(8).indices.tolist())
+    share = sum(answer.tokens[0] not in first for answer in answers) / 2000
+    error = (outside * (1.0 - outside) / 2000) ** 0.5
+    assert outside > 15 * error
+    assert abs(share - outside) < 4 * error
+    assert not any(answer.top_ids or answer.top_logprobs or answer.states for answer in answers)
+
+
 def shards(source: ModelSource, model: Llama, folder: Path, tokens: int) -> int:
     return generate_shards(
         model, source, folder, tokens=tokens, workers=2, worker=1, rows=4, capacity=448, answers_per_shard=2

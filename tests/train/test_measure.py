@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from trtspec.errors import TrtspecError
 from trtspec.models.source import ModelSource, open_model
+from trtspec.prompts import Prompt
 from trtspec.runtime.llama import Llama, load_weights
 from trtspec.train.measure import (
     Reference,
     acceptance_probabilities,
     measure,
-    read_prompts,
     reference_answers,
 )
 
-PROMPTS = [("code", "def f"), ("chat", "hello there"), ("code", "class A")]
+PROMPTS = [Prompt(1, "def f", "code"), Prompt(2, "hello there", "chat"), Prompt(3, "class A", "code")]
 
 
 def llama(source: ModelSource) -> Llama:
@@ -38,7 +36,7 @@ def references(target: ModelSource, tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_one_greedy_and_one_sampled_answer_a_prompt(references: list[Reference]) -> None:
     assert sorted((r.category, r.temperature) for r in references) == sorted(
-        (category, temperature) for category, _ in PROMPTS for temperature in (0.0, 1.0)
+        (category, temperature) for category in ("code", "chat", "code") for temperature in (0.0, 1.0)
     )
     assert all(r.p.min() > 0 and r.p.max() <= 1 for r in references)
 
@@ -83,19 +81,3 @@ def test_probabilities_of_another_model(tiny_draft_dir: Path, references: list[R
                 expected = min(1.0, float(logits.softmax(-1)[token] / reference.p[place]))
                 assert got[place] == pytest.approx(expected, rel=1e-3)
     assert {0.0, 1.0} == {a for r in references if r.temperature == 0 for a in acceptance_probabilities(draft, r)}
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "no prompts"),
-        ("{", r"prompts.jsonl:1: not a prompt"),
-        (json.dumps({"prompt": "a", "category": "b"}) + '\n\n{"prompt": "c"}', r"prompts.jsonl:3: not a prompt"),
-        ("[1]", "not a prompt"),
-    ],
-)
-def test_a_wrong_prompt_file(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(text)
-    with pytest.raises(TrtspecError, match=message):
-        read_prompts(path)

@@ -30,7 +30,12 @@ COMMANDS = {
     "parity replay": "Judge a trace again, without models.",
     "inspect": "Say what an engine or a checkpoint is, and whether it fits this host and its partner.",
     "doctor": "Check driver, GPUs, container, versions, disk and ports of this host.",
-    "plan": "Choose an exit layer or a token tree by what is measured.",
+    "plan": "Say whether it pays, with how many draft tokens, what fits, and where plain decoding wins.",
+    "plan calibrate": "Measure what passes of the models take on this machine.",
+    "plan tree": "Find the best token tree of Medusa heads or a draft model.",
+    "plan exit": "Find the layer of the target to leave after for drafts.",
+    "bench acceptance": "Measure on your prompts what every draft length, tree and cascade accepts.",
+    "bench serve": "Load a running server, with speculation and without, and report its times.",
     "migrate": "Turn a spec for compiled engines into one for the LLM API.",
     "train": "Train draft models and Medusa heads.",
 }

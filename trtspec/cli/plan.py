@@ -1,76 +1,239 @@
-"""`trtspec plan`: choose settings of a speculation by what is measured; a module a subcommand, imported when used."""
+"""`trtspec plan`: will speculation pay, how many draft tokens, what fits on the GPU, and where plain decoding wins."""
 
 from __future__ import annotations
 
-import importlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from trtspec.cli.common import config_argument, load, set_option
+from trtspec.errors import TrtspecError
+
 if TYPE_CHECKING:
-    from trtspec.models.source import ModelSource
-    from trtspec.runtime.llama import Llama
+    from trtspec.plan.result import Plan
     from trtspec.spec.schema import Spec
 
-# name -> what it does, its module in this package, and the command there
-SUBCOMMANDS = {
-    "exit": ("After which layer of the target to leave for drafts.", "plan_exit", "exit_"),
-    "tree": ("The best token tree of Medusa heads or a draft model for a number of nodes.", "plan_tree", "tree"),
-}
+_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_FILE = click.Path(path_type=Path, dir_okay=False)
 
 
-class _Lazy(click.Group):
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(SUBCOMMANDS)
+class _Number(click.ParamType):
+    """A finite number in a range, of which `low` itself may not be one; click's own ranges take nan."""
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in SUBCOMMANDS:
-            return None
-        _, module, name = SUBCOMMANDS[cmd_name]
-        command = getattr(importlib.import_module(f"trtspec.cli.{module}"), name)
-        assert isinstance(command, click.Command)
-        return command
+    name = "number"
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (text, _, _) in SUBCOMMANDS.items()])
+    def __init__(self, low: float, high: float = math.inf, *, above: bool = False) -> None:
+        self._low, self._high, self._above = low, high, above
+
+    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not (self._low <= number <= self._high and number < math.inf) or (self._above and number == self._low):
+            most = f" and at most {self._high:g}" if self._high < math.inf else ""
+            self.fail(
+                f"{value} is no number {'above' if self._above else 'of at least'} {self._low:g}{most}", param, ctx
+            )
+        return number
 
 
-@click.group(cls=_Lazy)
-def plan() -> None:
-    """Choose settings of a speculation by what is measured."""
+class _Batches(click.ParamType):
+    """`1,4,16`."""
+
+    name = "list"
+
+    def convert(
+        self, value: str | tuple[int, ...], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        sizes = [int(part) if part.strip().isdecimal() else 0 for part in value.split(",")]
+        if not all(1 <= size <= 4096 for size in sizes):
+            self.fail(f"{value!r} is no list of numbers from 1 to 4096 such as 1,4,16", param, ctx)
+        return tuple(sorted(set(sizes)))
 
 
-def target_answers(
-    spec: Spec, source: ModelSource, num_prompts: int | None, max_tokens: int
-) -> tuple[Llama, list[tuple[list[int], list[int]]]]:
-    """The target of a spec, and (prompt, answer) of its greedy answers to the spec's prompts.
+@click.command()
+@config_argument
+@set_option
+@click.option(
+    "--trace",
+    "trace_path",
+    type=_FILE,
+    help="Answers recorded by `trtspec bench acceptance` [default: .cache/plan/NAME.trace.jsonl, where there is one].",
+)
+@click.option("--acceptance", "rate", type=_Number(0, 1), help="Assume this acceptance rate instead of a trace.")
+@click.option("--temperature", type=_Number(0), help="Of the trace's answers [default: the lowest that it has].")
+@click.option(
+    "--calibration",
+    type=_FILE,
+    help="Times measured by `trtspec plan calibrate` [default: .cache/plan/NAME.calibration.json, where there is one "
+    "that fits; else the data sheet of the GPU].",
+)
+@click.option("--gpu", "gpu_name", metavar="NAME", help="Plan for this GPU instead of hardware.gpu.")
+@click.option("--gpu-file", type=_FILE, help="YAML file with further GPUs, as trtspec/spec/gpus.yaml has them.")
+@click.option(
+    "--target-shape", metavar="NAME", help="Sizes of a well-known model, such as Llama-3.1-70B, for the target."
+)
+@click.option("--draft-shape", metavar="NAME", help="The same for the draft model.")
+@click.option("--middle-shape", metavar="NAME", help="The same for the middle model of a cascade.")
+@click.option(
+    "--batch",
+    "batches",
+    type=_Batches(),
+    help="Sequences in flight, the largest of which has to fit [default: 1,2,4,8,16,32,64, and engine.max_batch_size "
+    "has to fit].",
+)
+@click.option(
+    "--context",
+    type=click.IntRange(min=1),
+    help="Tokens of each sequence [default: max_seq_len has to fit; step times are those of the trace's mean, or "
+    "halfway from engine.max_input_len to max_seq_len].",
+)
+@click.option(
+    "--max-draft-tokens", type=click.IntRange(1, 64), default=16, show_default=True, help="Longest draft to consider."
+)
+@click.option("--price", type=_Number(0, above=True), help="US dollars for an hour of a GPU.")
+@click.option("--latency-ms", type=_Number(0, above=True), help="Longest time per output token, in milliseconds.")
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
+    help="Write the plan as JSON; - prints it instead of tables.",
+)
+@click.option("--html", "html_path", type=_FILE, help="Write the plan as a page with plots.")
+@click.option("--apply", "apply_", is_flag=True, help="Write draft length, schedule and cache fractions into CONFIG.")
+def plan(
+    config: Path,
+    overrides: tuple[str, ...],
+    trace_path: Path | None,
+    rate: float | None,
+    temperature: float | None,
+    calibration: Path | None,
+    gpu_name: str | None,
+    gpu_file: Path | None,
+    target_shape: str | None,
+    draft_shape: str | None,
+    middle_shape: str | None,
+    batches: tuple[int, ...] | None,
+    context: int | None,
+    max_draft_tokens: int,
+    price: float | None,
+    latency_ms: float | None,
+    json_path: Path | None,
+    html_path: Path | None,
+    apply_: bool,
+) -> None:
+    """Say whether speculation pays for CONFIG, with how many draft tokens, up to which batch, and whether it fits.
 
-    Args:
-        source: the target.
-        num_prompts: how many, spread over the file; None: parity.num_prompts.
-        max_tokens: longest answer.
-
-    Raises:
-        TrtspecError: no prompts, or a model that is damaged or that the torch runtime does not run.
+    Compares its method with the others that its models allow. Reads no weights; step times come from a calibration or
+    from the GPU's data sheet, acceptance from a trace or an assumed rate. A plan that does not fit is an answer too,
+    with the nearest one that does: exit code 0, and `fits` is false in the JSON.
     """
-    import torch
+    if trace_path and rate is not None:
+        raise click.UsageError("--trace and --acceptance: give one of them.")
+    if apply_ and (overrides or gpu_name):
+        raise click.UsageError("--apply writes a plan of CONFIG as it is: write --set and --gpu into it first.")
+    from trtspec.build.machine import memory_bytes
+    from trtspec.plan import inputs
+    from trtspec.plan.planner import Question, Unknown, make_plan
+    from trtspec.plan.sizes import ModelSizes
+    from trtspec.report.plots import require_matplotlib
+    from trtspec.spec.gpus import GPUS, load_gpus
 
-    from trtspec.parity.prompts import read_prompts, spread
-    from trtspec.plan.exit import greedy_answers
-    from trtspec.runtime.llama import check_family
-    from trtspec.train.answers import load_target
-    from trtspec.train.generate import prompt_ids
-    from trtspec.train.prompts import Prompt
+    if html_path:
+        require_matplotlib("--html")
+    gpus = load_gpus(gpu_file) if gpu_file else GPUS
+    spec, gpu = inputs.on_gpu(load(config, overrides), gpu_name, gpus)
+    given = {"target": target_shape, "draft": draft_shape, "middle": middle_shape}
+    shapes = {role: shape for role, shape in given.items() if shape is not None}
+    _check(spec, shapes, context)
 
-    check_family(source.config)
-    source.check()
-    prompts = spread(read_prompts(spec.prompts_path), num_prompts or spec.parity.num_prompts)
-    chats = source.chat_template is not None
-    ids = [
-        prompt_ids(Prompt("plan", ({"role": "user", "content": each.text},) if chats else (), each.text), source)
-        for each in prompts
-    ]
-    model = load_target(source, getattr(torch, spec.target.dtype))
-    click.echo(f"answering {len(ids)} prompts", err=True)
-    return model, greedy_answers(model, ids, max_tokens, source.config.eos_token_ids)
+    sizes = ModelSizes(shapes)
+    curves, unused = inputs.find_curves(spec, sizes(spec), calibration)
+    traced, remarks = (None, []) if rate is not None else inputs.find_trace(spec, trace_path, temperature, shapes)
+    assumed = Unknown() if rate is None else inputs.assumed_rate(spec, rate)
+    prompt, between = inputs.usual_lengths(spec, traced)
+    question = Question(
+        gpu=gpu,
+        device_gb=gpu.memory_gb if gpu.sm else memory_bytes() / 1e9,
+        batches=batches or _BATCHES,
+        context=context or between,
+        prompt=min(prompt, context or prompt),
+        memory_batch=max(batches) if batches else spec.engine.max_batch_size,
+        memory_context=context,
+        temperature=traced.temperature if traced else temperature or 0.0,
+        price=price,
+        latency_ms=latency_ms,
+        max_draft_tokens=max_draft_tokens,
+        gpus=gpus,
+    )
+    found = make_plan(spec, sizes, inputs.step_times(curves, gpu), traced or assumed, question)
+    found = replace(found, warnings=(*([unused] if unused else []), *remarks, *(curves.notes if curves else ())))
+    _show(found, json_path, html_path)
+    if apply_:
+        _apply(found, config)
+
+
+def _check(spec: Spec, shapes: Mapping[str, str], context: int | None) -> None:
+    """Refuse shapes of models that no method of the spec has, and contexts that its engines do not take."""
+    from trtspec.plan.planner import variants
+
+    roles = {role for each in variants(spec) for role in each.models}
+    if unused := sorted(shapes.keys() - roles):
+        raise TrtspecError(f"the spec has no {unused[0]} model", where=f"--{unused[0]}-shape")
+    longest = spec.max_seq_len("target")
+    if context is not None and context > longest:
+        raise TrtspecError(
+            f"{context} tokens are more than the target's engine takes",
+            where="--context",
+            expected=f"at most {longest}",
+            fix="raise engine.max_seq_len: --set engine.max_seq_len=...",
+        )
+
+
+def _show(found: Plan, json_path: Path | None, html_path: Path | None) -> None:
+    from rich.console import Console
+
+    from trtspec.plan.text import renderables
+
+    text = json.dumps(found.to_json(), indent=2, allow_nan=False) + "\n"
+    if html_path is not None:
+        from trtspec.plan.page import to_html
+
+        _write(html_path, to_html(found))
+    if json_path == Path("-"):
+        click.echo(text, nl=False)
+        return
+    console = Console(highlight=False)
+    for part in renderables(found):
+        console.print(part)
+    if json_path is not None:
+        _write(json_path, text)
+
+
+def _write(path: Path, text: str) -> None:
+    """The whole file or none."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, path)
+    except OSError as error:
+        raise TrtspecError(f"cannot be written ({error.strerror})", where=str(path)) from error
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _apply(found: Plan, config: Path) -> None:
+    from trtspec.plan.apply import edited
+
+    edit = edited(found, config)
+    click.echo(edit.diff or f"{config}: says all of it already", nl=not edit.diff, err=True)
+    edit.write()

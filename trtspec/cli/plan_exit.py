@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trtspec.cli.common import config_argument, load, set_option
+from trtspec.cli.common import config_argument, load, set_option, target_answers
 from trtspec.errors import TrtspecError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trtspec.runtime.llama import Llama
 
 
-@click.command("exit")
+@click.command("plan exit")
 @config_argument
 @set_option
 @click.option("--layers", metavar="N,N,..", help="Exits to try, in layers [default: every one].")
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Longest answer.")
 @click.option("--max-draft-tokens", type=click.IntRange(1, 64), default=8, show_default=True, help="Most draft tokens.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def exit_(
+def exit(
     config: Path,
     overrides: tuple[str, ...],
     layers: str | None,
@@ -40,7 +40,6 @@ def exit_(
 
     Nothing needs to be built. The speed-up is modelled: time goes with the weights that are read.
     """
-    from trtspec.cli.plan import target_answers
     from trtspec.models.source import open_model
     from trtspec.plan.exit import exit_matches, judge
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trtspec.cli.common import load, set_option
+from trtspec.cli.common import load, set_option, target_answers
 from trtspec.errors import TrtspecError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _MAX_TOKENS = 64
 
 
-@click.command()
+@click.command("plan tree")
 @click.argument("config", type=click.Path(path_type=Path), required=False)
 @set_option
 @click.option(
@@ -131,7 +131,6 @@ def _plan_draft(
     import torch
 
     from trtspec.build.sources import Sources
-    from trtspec.cli.plan import target_answers
     from trtspec.models.pair import check_pair
     from trtspec.plan.draft import draft_ranks
     from trtspec.plan.tree import (
@@ -226,7 +225,7 @@ def _of_heads(spec: Spec, measure: bool, work_dir: Path) -> Accuracies:
 
     from trtspec.models.source import open_model
     from trtspec.plan.tree import accuracies_of
-    from trtspec.train.measure import read_prompts
+    from trtspec.prompts import read_prompts
     from trtspec.train.medusa import measured_ranks
 
     prompts = read_prompts(spec.prompts_path)

@@ -21,7 +21,6 @@ from trtspec.parity import power, sampled
 from trtspec.parity.checkpoint import CHECKPOINT_CHECKS, CheckpointChecks, CheckpointTrial
 from trtspec.parity.checks import CHECKS
 from trtspec.parity.draws import DRAWS
-from trtspec.parity.prompts import Prompt, read_prompts, spread
 from trtspec.parity.result import Check, Report, Verdict
 from trtspec.parity.sampled import SAMPLED
 from trtspec.parity.served import described
@@ -40,6 +39,7 @@ from trtspec.parity.workbench import (
     tokenization_of,
 )
 from trtspec.parity.yardstick import Yardstick
+from trtspec.prompts import Prompt, read_prompts, spread
 from trtspec.runtime.engine import EngineConfig
 from trtspec.spec.schema import Spec
 from trtspec.triton.server import state_dir_of

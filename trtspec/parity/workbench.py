@@ -22,7 +22,6 @@ from trtspec.decoding.methods import IN_ENGINE, METHODS, make_drafter
 from trtspec.decoding.sampling import SamplingParams, Uniforms
 from trtspec.errors import TrtspecError
 from trtspec.models.source import ModelSource
-from trtspec.parity.prompts import Prompt
 from trtspec.parity.sampled import PENALISED
 from trtspec.parity.served import UNKNOWN
 from trtspec.parity.subjects import Subject
@@ -34,6 +33,7 @@ from trtspec.parity.subjects.trace import Recorded
 from trtspec.parity.trace import read
 from trtspec.parity.trial import Case, Trial
 from trtspec.parity.yardstick import Logits, Yardstick, tolerance_of
+from trtspec.prompts import Prompt
 from trtspec.runtime.engine import EngineConfig, map_weights
 from trtspec.runtime.llama import Llama
 from trtspec.runtime.local import draft_engines

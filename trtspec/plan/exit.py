@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from trtspec.models.config import ModelConfig
+from trtspec.plan.acceptance import expected_acceptance
 from trtspec.plan.experts import weights_read
+from trtspec.plan.speedup import speed_up
 from trtspec.runtime.llama import Llama
-from trtspec.train.acceptance import expected_acceptance
 from trtspec.train.generate import Answer, Generator
 
 MAX_DRAFT_TOKENS = 8
@@ -32,7 +33,7 @@ class EarlyExit:
         acceptance_rate: accepted over drafted.
         tokens_per_pass: emitted tokens a target pass, the target's own one counts.
         cost: c, a draft step in target steps.
-        speed_up: modelled, over plain decoding; see `speed_up`.
+        speed_up: modelled, over plain decoding; see `speedup.speed_up`.
     """
 
     layer: int
@@ -42,15 +43,6 @@ class EarlyExit:
     tokens_per_pass: float
     cost: float
     speed_up: float
-
-
-def speed_up(tokens_per_pass: float, num_draft_tokens: int, draft_cost: float, verify_cost: float = 1.0) -> float:
-    """E / (gamma c + v), the speed-up over plain decoding.
-
-    Leviathan et al. 2023 (arXiv 2211.17192), theorem 3.8, with the measured E instead of the one for independent
-    acceptance, and v, the time of a verification in target steps, which is 1 while memory bandwidth is the limit.
-    """
-    return tokens_per_pass / (num_draft_tokens * draft_cost + verify_cost)
 
 
 def greedy_answers(

@@ -94,7 +94,7 @@ class GraphedLlama(Llama):
     ) -> None:
         super().__init__(config, weights, device, activations)
         self._widest = 0 if config.num_experts else widest
-        self._record = record or _CudaRecorder(self.device)
+        self._record = record or CudaRecorder(self.device)
         self._caches: WeakKeyDictionary[KVCache, _Widths] = WeakKeyDictionary()
 
     def hidden(
@@ -136,7 +136,7 @@ class GraphedLlama(Llama):
         return _Graph(ids, begin, *self._record(step))
 
 
-class _CudaRecorder:
+class CudaRecorder:
     """Records CUDA graphs that share their memory: what one leaves there holds until the next one runs."""
 
     def __init__(self, device: torch.device) -> None:

@@ -10,11 +10,10 @@ know YAML, tokenizers or Triton.
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,37 +29,18 @@ from trtspec.decoding.verify import verify
 from trtspec.errors import TrtspecError
 from trtspec.runtime.batching import Batcher
 from trtspec.runtime.cuda_graphs import GraphedLlama
-from trtspec.runtime.early_exit import begin, finish
+from trtspec.runtime.early_exit import begin
 from trtspec.runtime.engine import EngineConfig, map_weights
 from trtspec.runtime.kv_cache import CacheStatistics, PrefixCache, Sequence
-from trtspec.runtime.llama import Llama, Span
+from trtspec.runtime.llama import Llama
 from trtspec.runtime.medusa import Medusa
 from trtspec.runtime.mtp import Modules
+from trtspec.runtime.passes import Step, logits, most_likely, run_pass
 
 _MAX_PASS = 512  # tokens in one forward pass; bounds its memory, and how long other requests wait for it
 _WAIT_S = 30.0  # how long a request waits for those in flight to leave it room in the KV cache
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class _Step:
-    """What one request wants of a forward pass.
-
-    Attributes:
-        sequence: what the tokens follow.
-        ids: int32 [n], the tokens.
-        num_rows: of how many of the last of them the outcome is wanted.
-        head: makes it, of scores [num_rows, rows of the head], or of states [num_rows, hidden] that are not `scored`.
-        places: `mask` and `positions` of `Llama.forward`, where the tokens are no chain.
-    """
-
-    sequence: Sequence
-    ids: NDArray[np.int32]
-    num_rows: int
-    head: Callable[[torch.Tensor], Any]
-    scored: bool = True
-    places: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class TorchRuntime:
@@ -94,18 +74,39 @@ class TorchRuntime:
             # Two: a draft model whose tokens were all accepted has not seen the last of them.
             widest = max(2, self.config.max_draft_len + 1)
             self._model: Llama = GraphedLlama(model, loaded.weights, device, loaded.activations, widest=widest)
-            most = 1  # a graph is of one sequence, so passes are not shared
         else:
             self._model = Llama(model, loaded.weights, device, loaded.activations)
-            most = _MAX_PASS
-        self._modules = Modules.of_engine(self.config, self._model)
-        self._medusa = Medusa.of_engine(self.config, self._model)
+        self._begin(kv_cache_bytes, run_pass)
+
+    @classmethod
+    def of_model(
+        cls, config: EngineConfig, model: Llama, *, kv_cache_bytes: int, run: Callable[..., list[Any]] = run_pass
+    ) -> TorchRuntime:
+        """An engine without files, of a model that is in memory.
+
+        Args:
+            config: what the files would say.
+            model: with the heads or modules that drafts are made with, where `config` says that there are some.
+            kv_cache_bytes: as of an engine with files.
+            run: makes the passes: `run_pass`, or something around it that watches.
+        """
+        runtime = cls.__new__(cls)
+        runtime.config, runtime._model = config, model
+        runtime._begin(kv_cache_bytes, run)
+        return runtime
+
+    def _begin(self, kv_cache_bytes: int, run: Callable[..., list[Any]]) -> None:
+        model = self._model
+        self._modules = Modules.of_engine(self.config, model)
+        self._medusa = Medusa.of_engine(self.config, model)
         extra_layers = self._modules.num_modules if self._modules else 0
         self._cache = PrefixCache(
-            lambda positions: self._model.new_cache(1, positions, extra_layers), kv_cache_bytes, self.config.max_seq_len
+            lambda positions: model.new_cache(1, positions, extra_layers), kv_cache_bytes, self.config.max_seq_len
         )
         self._room = threading.Condition()  # guards the cache; notified when a sequence is released
-        self._passes: Batcher[_Step, Any] = Batcher(self._pass, most)
+        self._to_logits, self._to_id = partial(logits, model), partial(most_likely, model)  # heads of passes
+        most = _MAX_PASS if model.device.type == "cpu" else 1  # a graph is of one sequence, so passes are not shared
+        self._passes: Batcher[Step, Any] = Batcher(partial(run, model), most)
 
     @property
     def statistics(self) -> CacheStatistics:
@@ -196,11 +197,11 @@ class TorchRuntime:
         fresh = request.input_ids[reused:]
         while not sampler.finished:
             if only_ids:
-                token = forward(fresh, 1, self._most_likely)
+                token = forward(fresh, 1, self._to_id)
                 if token is None:
                     raise ValueError("logits: NaN or infinite")
             else:
-                row = forward(fresh, 1, self._logits)[0]
+                row = forward(fresh, 1, self._to_logits)[0]
                 token = sampler.next(row)
                 if request.return_generation_logits:
                     logits.append(row.copy())  # alone: those of the other requests of the pass may go
@@ -223,7 +224,7 @@ class TorchRuntime:
         # Ids beyond the vocabulary come from a draft with a longer one. They are never accepted; any id will do here.
         fed = np.minimum(drafts, self.config.vocab_size - 1)
         fresh = np.concatenate([request.input_ids[reused:], fed]).astype(np.int32)
-        rows = self._forward(sequence, fresh, len(drafts) + 1, self._logits, cancelled)  # [k + 1, V]
+        rows = self._forward(sequence, fresh, len(drafts) + 1, self._to_logits, cancelled)  # [k + 1, V]
         outcome = verify(rows, request)
         sequence.length = len(request.input_ids) + outcome.num_accepted  # forget the rejected drafts
         num_tokens = len(outcome.tokens)
@@ -241,7 +242,7 @@ class TorchRuntime:
     ) -> EngineResult:
         """One pass in which every node sees the context and its ancestors; of the nodes, the accepted path stays."""
         reused = sequence.length
-        rows = self._forward(sequence, request.input_ids[reused:], len(tree) + 1, self._logits, cancelled, tree)
+        rows = self._forward(sequence, request.input_ids[reused:], len(tree) + 1, self._to_logits, cancelled, tree)
         outcome = verify_tree(rows, request, tree)
         nodes = list(outcome.nodes)
         sequence.keep(nodes, tree.tokens[nodes])
@@ -279,51 +280,17 @@ class TorchRuntime:
         cuts = [*range(len(ids) % _MAX_PASS or _MAX_PASS, len(ids), _MAX_PASS), len(ids)]
         first = 0
         for end in cuts[:-1]:
-            self._take(_Step(sequence, ids[first:end], 1, _nothing, scored=False), cancelled)
+            self._take(Step(sequence, ids[first:end], 1, _nothing, scored=False), cancelled)
             sequence.append(ids[first:end])
             first = end
         places = {} if tree is None else _places(tree, len(ids) - first, self._model.device)
-        result: T = self._take(_Step(sequence, ids[first:], num_rows, head, scored, places), cancelled)
+        result: T = self._take(Step(sequence, ids[first:], num_rows, head, scored, places), cancelled)
         sequence.append(ids[first : len(ids) - num_nodes])
         return result
 
-    def _take(self, step: _Step, cancelled: Callable[[], bool]) -> Any:
+    def _take(self, step: Step, cancelled: Callable[[], bool]) -> Any:
         """A step's result, of a pass that it may share. A sequence that has begun with a draft needs one of its own."""
         return self._passes(step, _MAX_PASS if step.sequence.begun else len(step.ids), cancelled)
-
-    def _pass(self, steps: list[_Step]) -> list[Any]:
-        """One forward pass; sequences count the tokens only when their requests note them."""
-        model = self._model
-        with torch.inference_mode():
-            if len(steps) == 1:
-                states: Iterable[torch.Tensor] = [finish(model, steps[0].sequence, steps[0].ids, steps[0].places)]
-            else:
-                spans = [
-                    Span(len(step.ids), step.sequence.cache, step.sequence.length, **step.places) for step in steps
-                ]
-                ids = np.concatenate([step.ids for step in steps]).astype(np.int64)
-                together = model.hidden_of_spans(torch.from_numpy(ids).to(model.device), spans)
-                states = together.split([span.length for span in spans])
-            rows = [each[-step.num_rows :] for step, each in zip(steps, states, strict=True)]
-            scored = [place for place, step in enumerate(steps) if step.scored]
-            if scored:  # the head's weights too are read once
-                scores = model.scores(torch.cat([rows[place] for place in scored]))
-                pieces = scores.split([steps[place].num_rows for place in scored])
-                for place, piece in zip(scored, pieces, strict=True):
-                    rows[place] = piece
-            return [step.head(each) for step, each in zip(steps, rows, strict=True)]
-
-    def _logits(self, scores: torch.Tensor) -> NDArray[np.float32]:
-        """float32 [n, V]."""
-        return self._model.over_vocabulary(scores).cpu().numpy()
-
-    def _most_likely(self, scores: torch.Tensor) -> int | None:
-        """The likeliest id of one row of scores, not spread over the vocabulary; None where that is NaN or infinite."""
-        value, row = scores.max(dim=-1)
-        if not math.isfinite(value.item()):
-            return None
-        ids = self._model.head_ids
-        return int((row if ids is None else ids[row]).item())
 
     def _acquire(self, request: EngineRequest) -> Sequence:
         """The request's sequence; waits while those in flight leave no room for it."""

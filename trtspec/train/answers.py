@@ -66,9 +66,9 @@ class AnswerOptions:
         return self.gguf_file or source.name
 
 
-def load_target(source: ModelSource, dtype: torch.dtype = torch.float32) -> Llama:
+def load_target(source: ModelSource, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Llama:
     """The target in one type."""
-    return Llama(source.config, {name: tensor.to(dtype) for name, tensor in load_weights(source).items()})
+    return Llama(source.config, {name: tensor.to(dtype) for name, tensor in load_weights(source).items()}, device)
 
 
 def fast_dtype() -> torch.dtype:

@@ -14,12 +14,13 @@ import torch
 
 from trtspec.errors import TrtspecError
 from trtspec.models.source import ModelSource, open_model
+from trtspec.prompts import read_prompts, spread
 from trtspec.runtime.llama import Llama, load_weights
 from trtspec.train.answers import AnswerOptions, Report, claim, generate, load_target, made_of, shards
 from trtspec.train.card import model_card
 from trtspec.train.distill import Trainer, draft_config, head_ids, initial_weights, load_samples
 from trtspec.train.loop import stage
-from trtspec.train.measure import measure, read_prompts, reference_answers
+from trtspec.train.measure import measure, reference_answers
 from trtspec.train.store import draft_files, json_text, write_directory, write_text
 
 
@@ -37,7 +38,7 @@ def train_draft(options: DraftOptions, report: Report) -> dict[str, Any]:
     Raises:
         TrtspecError: the target cannot be used, or the work directory belongs to another run.
     """
-    prompts = read_prompts(options.prompts, options.num_prompts)
+    prompts = spread(read_prompts(options.prompts), options.num_prompts)
     source = open_model(options.target, gguf_file=options.gguf_file)
     source.check()
     if options.layers > source.config.num_hidden_layers:
@@ -78,7 +79,7 @@ def train_draft(options: DraftOptions, report: Report) -> dict[str, Any]:
 
 def measure_draft(options: DraftOptions, report: Report) -> dict[str, Any]:
     """Measure the draft that lies in `options.output` and renew its acceptance.json and README.md."""
-    prompts = read_prompts(options.prompts, options.num_prompts)
+    prompts = spread(read_prompts(options.prompts), options.num_prompts)
     source = open_model(options.target, gguf_file=options.gguf_file)
     draft_source = open_model(str(options.output.absolute()), target=source)
     draft_source.check()

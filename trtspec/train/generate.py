@@ -56,7 +56,8 @@ class Generator:
         eos_ids: ids that end an answer.
         rows: size of the batch.
         capacity: cache positions a row; prompt plus answer never exceed it.
-        top_k: how many log-probabilities are kept a token; sampling is among these too.
+        top_k: how many log-probabilities are kept a token; sampling is among these too. None: sampling is among all,
+            and nothing but tokens is kept.
         seed: of the sampling.
     """
 
@@ -67,7 +68,7 @@ class Generator:
         *,
         rows: int = 160,
         capacity: int = 320,
-        top_k: int = 24,
+        top_k: int | None = 24,
         seed: int = 0,
     ) -> None:
         self.model = model
@@ -130,17 +131,21 @@ class Generator:
     def _append(self, answers: list[Answer], hidden: torch.Tensor) -> None:
         """Draw the next token of each row from hidden `[n, hidden]` and keep its top-k log-probabilities."""
         logits = self.model.head(hidden)
-        top = logits.topk(self.top_k, dim=-1)
-        logprobs = top.values - logits.logsumexp(dim=-1, keepdim=True)  # [n, k], descending
+        # [n, k], descending; or [n, vocab]
+        values, ids = (logits, None) if self.top_k is None else logits.topk(self.top_k, dim=-1)
+        logprobs = values - logits.logsumexp(dim=-1, keepdim=True)
         temperature = torch.tensor([a.temperature for a in answers], device=self.model.device).unsqueeze(1)
         scaled = logprobs / temperature.clamp_min(1e-6)
         # Gumbel-max: the largest of log p + Gumbel noise is a draw from p
         noise = -torch.empty_like(scaled).exponential_(generator=self.random).log()
         choice = torch.where(temperature > 0, scaled + noise, scaled).argmax(dim=-1, keepdim=True)
-        tokens = top.indices.gather(1, choice).squeeze(1).tolist()
-        ids, kept, states = top.indices.int().cpu(), logprobs.half().cpu(), hidden.bfloat16().cpu()
+        tokens = (choice if ids is None else ids.gather(1, choice)).squeeze(1).tolist()
+        for answer, token in zip(answers, tokens, strict=True):
+            answer.tokens.append(token)
+        if ids is None:
+            return
+        ids, kept, states = ids.int().cpu(), logprobs.half().cpu(), hidden.bfloat16().cpu()
         for row, answer in enumerate(answers):
-            answer.tokens.append(tokens[row])
             answer.top_ids.append(ids[row])
             answer.top_logprobs.append(kept[row])
             answer.states.append(states[row])

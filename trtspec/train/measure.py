@@ -1,7 +1,7 @@
 """Stage 3 of distillation: how much of a draft the target accepts on prompts it has not seen, and what a step costs.
 
 The target's answers are recorded once (greedy and at temperature 1); a draft is then judged by one pass over them,
-see `trtspec.train.acceptance` for why that is exact. Does not know how a draft was trained.
+see `trtspec.plan.acceptance` for why that is exact. Does not know how a draft was trained.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
-from trtspec.errors import TrtspecError
 from trtspec.models.source import ModelSource
+from trtspec.plan.acceptance import Expected, expected_acceptance
+from trtspec.prompts import Prompt
 from trtspec.runtime.llama import Llama
-from trtspec.train.acceptance import Acceptance, expected_acceptance
+from trtspec.runtime.passes import pass_over
 from trtspec.train.generate import Answer, Generator, prompt_ids, save_shard
-from trtspec.train.prompts import Prompt
+from trtspec.train.prompts import Prompt as Request
 
 NUM_DRAFT_TOKENS = (1, 2, 3, 4, 5, 6)
 ANSWER_TOKENS = 128
@@ -42,52 +43,25 @@ class Reference:
     states: torch.Tensor  # bfloat16 [A, hidden], what the tokens were chosen from
 
 
-def read_prompts(path: Path, count: int | None = None) -> list[tuple[str, str]]:
-    """(category, prompt) of a JSON Lines file with the fields `prompt` and `category`.
-
-    Args:
-        count: take at most so many, spread over the file; None takes all.
-
-    Raises:
-        TrtspecError: missing, empty, or a line without these fields.
-    """
-    if not path.is_file():
-        raise TrtspecError("no such prompt file", where=str(path), expected='lines of {"prompt": ..., "category": ...}')
-    prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            prompts.append((str(entry["category"]), str(entry["prompt"])))
-        except (ValueError, KeyError, TypeError) as error:
-            raise TrtspecError(
-                "not a prompt", where=f"{path}:{number}", expected='{"prompt": "...", "category": "..."}'
-            ) from error
-    if not prompts:
-        raise TrtspecError("no prompts", where=str(path), expected='lines of {"prompt": ..., "category": ...}')
-    count = min(count or len(prompts), len(prompts))
-    return [prompts[number * len(prompts) // count] for number in range(count)]
-
-
 def reference_answers(
-    model: Llama, source: ModelSource, prompts: Sequence[tuple[str, str]], folder: Path, seed: int = 0
+    model: Llama, source: ModelSource, prompts: Sequence[Prompt], folder: Path, seed: int = 0
 ) -> list[Reference]:
     """The target's answers: one greedy and one sampled a prompt; recorded in `folder`, by target and prompts."""
     from safetensors.torch import load_file
 
-    made_of = json.dumps([source.fingerprint(), prompts, seed, "states"])
+    asked = [(prompt.category or "none", prompt.text) for prompt in prompts]
+    made_of = json.dumps([source.fingerprint(), asked, seed, "states"])
     path = folder / f"reference-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}.safetensors"
 
     plan = [
         (category, prompt, temperature)
-        for category, prompt in prompts
+        for category, prompt in asked
         for temperature in (0.0,) + (1.0,) * SAMPLED_PER_PROMPT
     ]
     if not path.exists():
         waiting = []
         for index, (_, prompt, temperature) in enumerate(plan):
-            chat = Prompt("measure", ({"role": "user", "content": prompt},))
+            chat = Request("measure", ({"role": "user", "content": prompt},))
             ids = prompt_ids(chat, source)
             waiting.append(Answer(index, ids, temperature, ANSWER_TOKENS))
         capacity = max(len(answer.prompt) for answer in waiting) + ANSWER_TOKENS
@@ -124,15 +98,13 @@ def acceptance_probabilities(draft: Llama, reference: Reference) -> list[float]:
     return (q / reference.p.clamp_min(1e-9)).clamp_max(1.0).tolist()
 
 
-@torch.inference_mode()
 def step_milliseconds(model: Llama, position: int = 192, repeats: int = 30, num_tokens: int = 1) -> float:
-    """Median time of a forward pass over `num_tokens` tokens, logits of the last, behind `position` others; batch 1."""
-    cache = model.new_cache(1, position + num_tokens)
-    token = torch.zeros(1, num_tokens, dtype=torch.int64, device=model.device)
+    """Median time of a forward pass over `num_tokens` tokens, the outcome of the last, behind `position` others."""
+    step = pass_over(model, [model.new_cache(1, position + num_tokens)], num_tokens, position, num_rows=1)
     times = []
     for _ in range(repeats):
         begin = time.perf_counter()
-        model.forward(token, cache, position, num_logits=1)
+        step()
         times.append(1000 * (time.perf_counter() - begin))
     return statistics.median(times)
 
@@ -169,7 +141,7 @@ def mode_name(temperature: float) -> str:
 
 
 def _figures(texts: list[list[float]]) -> dict[str, Any]:
-    by_length: dict[str, Acceptance] = {str(n): expected_acceptance(texts, n) for n in NUM_DRAFT_TOKENS}
+    by_length: dict[str, Expected] = {str(n): expected_acceptance(texts, n) for n in NUM_DRAFT_TOKENS}
     return {
         "acceptance_length": {n: round(a.length, 3) for n, a in by_length.items()},
         "acceptance_rate": {n: round(a.rate, 3) for n, a in by_length.items()},

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from trtspec.models.medusa import DEFAULT_CHOICES, open_medusa
 from trtspec.models.source import ModelSource, open_model
 from trtspec.plan.tree import Node, accuracies_of, best_tree, chain, tokens_per_pass
+from trtspec.prompts import Prompt, read_prompts, spread
 from trtspec.runtime.llama import Llama
 from trtspec.runtime.medusa import MedusaHeads
 from trtspec.spec.schema import Medusa
@@ -27,7 +28,7 @@ from trtspec.train.card import medusa_card
 from trtspec.train.distill import head_ids
 from trtspec.train.heads import HeadTrainer, initial_heads, load_head_samples, text_ranks
 from trtspec.train.loop import stage
-from trtspec.train.measure import Reference, mode_name, read_prompts, reference_answers, step_milliseconds
+from trtspec.train.measure import Reference, mode_name, reference_answers, step_milliseconds
 from trtspec.train.store import json_text, write_directory, write_text
 
 WEIGHTS = "medusa_lm_head.safetensors"
@@ -66,7 +67,7 @@ def train_medusa(options: MedusaOptions, report: Report) -> dict[str, Any]:
     Raises:
         TrtspecError: the target cannot be used, or the work directory belongs to another run.
     """
-    prompts = read_prompts(options.prompts, options.num_prompts)
+    prompts = spread(read_prompts(options.prompts), options.num_prompts)
     source = open_model(options.target, gguf_file=options.gguf_file)
     source.check()
     claim(options, source)
@@ -117,7 +118,7 @@ def train_medusa(options: MedusaOptions, report: Report) -> dict[str, Any]:
 
 def measure_medusa(options: MedusaOptions, report: Report) -> dict[str, Any]:
     """Measure the heads in `options.output` and renew their acceptance.json, and README.md where it is ours."""
-    prompts = read_prompts(options.prompts, options.num_prompts)
+    prompts = spread(read_prompts(options.prompts), options.num_prompts)
     source = open_model(options.target, gguf_file=options.gguf_file)
     source.check()
     heads = load_heads(options.output, source)  # before anything is loaded or generated
@@ -150,9 +151,9 @@ def load_heads(directory: Path, source: ModelSource) -> MedusaHeads:
 
 
 def measured_ranks(
-    source: ModelSource, directory: Path, prompts: Sequence[tuple[str, str]], work_dir: Path
+    source: ModelSource, directory: Path, prompts: Sequence[Prompt], work_dir: Path
 ) -> list[NDArray[np.int16]]:
-    """`text_ranks` of the heads in a directory along the target's answers to prompts (category, prompt)."""
+    """`text_ranks` of the heads in a directory along the target's answers to prompts."""
     heads = load_heads(directory, source)
     target = load_target(source)
     heads.output = target.weights["lm_head.weight"][: source.config.vocab_size]

@@ -4,8 +4,9 @@ TensorRT-LLM loads a model's weights and gives its KV cache a fraction of what i
 another (`placement.load_order`), so an early one that takes too much leaves no room for a later one's weights. Ranks of
 one engine agree on the smallest number of cache blocks that any of them has room for.
 
-Sizes are in GB of 10^9 bytes, on one GPU. Activations and CUDA contexts are not counted: the tenth that default
-fractions leave free is for them. Knows the spec and the sizes of models; does not know speed.
+Sizes are in GB of 10^9 bytes, on one GPU. `share_gpus` counts neither activations nor CUDA contexts: the tenth that
+default fractions leave free is for them. `trtspec.plan.memory` counts them, as `Load.buffers`. Knows the spec and the
+sizes of models; does not know speed.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Load:
         gpus: where it runs.
         kv_cache: GB of cache that a full batch of longest sequences needs.
         longest: GB of cache that one longest sequence needs.
+        buffers: GB of what else is there before the cache is made: activations, logits, CUDA context.
     """
 
     role: str
@@ -47,6 +49,16 @@ class Load:
     gpus: tuple[int, ...] = (0,)
     kv_cache: float = 0.0
     longest: float = 0.0
+    buffers: float = 0.0
+
+    @property
+    def fixed(self) -> float:
+        """GB that are there whatever the cache gets."""
+        return self.weights + self.buffers
+
+    @property
+    def fixed_named(self) -> str:
+        return "weights and buffers" if self.buffers else "weights"
 
 
 @dataclass(frozen=True)
@@ -100,15 +112,15 @@ def load_sequence(memory_gb: float, loads: Sequence[Load], where: Callable[[Key]
         _require_room_for_weights(memory_gb, gpu, [load for load in loads if gpu in load.gpus], where)
     for load in loads:
         for gpu in load.gpus:
-            if load.weights > free[gpu]:
+            if load.fixed > free[gpu]:
                 raise TrtspecError(
-                    f"the {load.role} cannot load: its weights take {load.weights:.1f} GB of GPU {gpu}, and "
+                    f"the {load.role} cannot load: its {load.fixed_named} take {load.fixed:.1f} GB of GPU {gpu}, and "
                     f"{free[gpu]:.1f} GB are left there after the {before[gpu]} has taken its part",
                     where=where(("serving", _FRACTIONS, serving_key(before[gpu]))),
                     fix="lower it, or remove it to have it derived",
                 )
         assert load.fraction is not None, "default_fractions comes first"
-        kv_cache = min(load.fraction * (free[gpu] - load.weights) for gpu in load.gpus)
+        kv_cache = min(load.fraction * (free[gpu] - load.fixed) for gpu in load.gpus)
         if kv_cache < load.longest:
             raise TrtspecError(
                 f"the {load.role}'s KV cache gets {kv_cache:.2f} GB, and one longest sequence needs {load.longest:.2f}",
@@ -116,7 +128,7 @@ def load_sequence(memory_gb: float, loads: Sequence[Load], where: Callable[[Key]
                 fix="raise it, lower those of models that load before, or lower engine.max_seq_len",
             )
         for gpu in load.gpus:
-            free[gpu] -= load.weights + kv_cache
+            free[gpu] -= load.fixed + kv_cache
             before[gpu] = load.role
             rows.append(Loaded(load.role, gpu, load.weights, kv_cache, free[gpu]))
     return rows
@@ -135,7 +147,7 @@ def default_fractions(memory_gb: float, loads: Sequence[Load]) -> list[Load]:
     filled = []
     for load in loads:
         fraction, kv_cache = load.fraction, 0.0
-        room = {gpu: max(free[gpu] - load.weights, 0.0) for gpu in load.gpus}
+        room = {gpu: max(free[gpu] - load.fixed, 0.0) for gpu in load.gpus}
         if fraction is None:
             # Where room differs, the GPU with the least decides, for its fraction is the largest.
             shared = [room[gpu] for gpu in load.gpus if last[gpu] != load.role]
@@ -152,11 +164,11 @@ def default_fractions(memory_gb: float, loads: Sequence[Load]) -> list[Load]:
 def _affordable(memory_gb: float, loads: Sequence[Load]) -> float:
     """How much of the needed caches one GPU has room for, at most `_PLENTY`.
 
-    With P the memory beside all weights, n the needs of those before and m that of the last one: x n for each of them,
-    and 0.9 (P - sum of x n) = x m for the last.
+    With P the memory beside all weights and buffers, n the needs of those before and m that of the last one: x n for
+    each of them, and 0.9 (P - sum of x n) = x m for the last.
     """
     *earlier, last = loads
-    there = memory_gb - sum(load.weights for load in loads)
+    there = memory_gb - sum(load.fixed for load in loads)
     needed = last.kv_cache + DEFAULT_FRACTION * sum(load.kv_cache for load in earlier)
     return min(_PLENTY, max(0.0, DEFAULT_FRACTION * there / needed)) if needed else _PLENTY
 
@@ -222,10 +234,11 @@ def _shared(gpus: Mapping[str, tuple[int, ...]], role: str) -> bool:
 
 
 def _require_room_for_weights(memory_gb: float, gpu: int, loads: Sequence[Load], where: Callable[[Key], str]) -> None:
-    if sum(load.weights for load in loads) >= memory_gb:
-        weights = " + ".join(f"{load.weights:.1f} ({load.role})" for load in loads)
+    if sum(load.fixed for load in loads) >= memory_gb:
+        parts = " + ".join(f"{load.fixed:.1f} ({load.role})" for load in loads)
+        named = next((load.fixed_named for load in loads if load.buffers), "weights")
         raise TrtspecError(
-            f"GPU {gpu} has {memory_gb:g} GB, and weights alone take {weights}",
+            f"GPU {gpu} has {memory_gb:g} GB, and {named} alone take {parts}",
             where=where(("hardware", "gpu")),
             fix="split the models over more GPUs (tensor_parallel), quantise them, or take a larger GPU",
         )

@@ -15,9 +15,9 @@ from trtspec.build.output import write_atomic
 from trtspec.errors import TrtspecError
 from trtspec.parity.report.junit import to_junit
 from trtspec.parity.report.page import to_html
-from trtspec.parity.report.plots import require_matplotlib
 from trtspec.parity.report.text import to_json
 from trtspec.parity.result import Finding, Report, Verdict
+from trtspec.report.plots import require_matplotlib
 
 FORMS: dict[str, Callable[[Report], str]] = {
     ".json": lambda report: to_json(report, indent=2) + "\n",
@@ -41,7 +41,7 @@ def check_path(path: Path) -> None:
     if not path.absolute().parent.is_dir():
         raise TrtspecError(f"{path.absolute().parent} is no directory", where=str(path))
     if is_folder(path) or path.suffix == ".html":
-        require_matplotlib()
+        require_matplotlib("--report")
     if path.suffix not in FORMS and path.exists() and not path.is_dir():
         raise TrtspecError("is there, and no folder", where=str(path), fix="give another name")
 

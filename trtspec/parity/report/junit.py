@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from xml.etree import ElementTree as ET
 
-from trtspec.parity.report.text import finding_lines, printable
+from trtspec.parity.report.text import finding_lines
 from trtspec.parity.result import Check, Report, Verdict
+from trtspec.report.page import printable
 
 
 def to_junit(report: Report) -> str:

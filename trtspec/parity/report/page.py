@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trtspec import __version__
 from trtspec.parity.report.advice import advice, advice_undecided
 from trtspec.parity.report.plots import plots
-from trtspec.parity.report.text import headline, outcome, printable, shown
+from trtspec.parity.report.text import headline, outcome, shown
 from trtspec.parity.result import Check, Finding, Report, Verdict
+from trtspec.report.page import render
 
 _CLASSES: Mapping[Verdict, str] = {
     Verdict.PASS: "good",
@@ -43,25 +43,20 @@ def to_html(report: Report) -> str:
     Raises:
         TrtspecError: matplotlib is not installed.
     """
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8"))
     checks = [
         (number, check, _kinds(check), list(plots(check, report.settings, f"c{number}")))
         for number, check in enumerate(report.checks, 1)
     ]
-    text: str = template.render(
+    return render(
+        Path(__file__).with_name("page.html.j2"),
         report=report,
         checks=checks,
         headline=headline(report),
         outcome=outcome(report),
-        version=__version__,
         classes=_CLASSES,
         advice_undecided=advice_undecided,
         shown=shown,
     )
-    return printable(text)
 
 
 def _kinds(check: Check) -> list[_Kind]:

@@ -6,16 +6,12 @@ that are the reference's to the last token.
 
 from __future__ import annotations
 
-import importlib.util
-import io
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from trtspec.errors import TrtspecError
 from trtspec.parity.result import Check
+from trtspec.report.plots import BAND, INK, SMALL, Plot, svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,37 +22,10 @@ _ORDERS = {
     "by odds": "most preferred by the draft first",
 }
 _COUNTS = "first tokens, prompt "
-_INK, _BAND, _BAR, _BAD = "#22313f", "#dfe6ec", "#4a7fb0", "#c0392b"
+_BAR, _BAD = "#4a7fb0", "#c0392b"
 _FEWEST = 40  # tokens in a histogram that can be read
 _MOST = 12  # bars that can be labelled one by one
-_SMALL, _WIDE = (3.9, 2.4), (5.0, 2.5)  # inches
-
-
-@dataclass(frozen=True)
-class Plot:
-    """One figure of the page.
-
-    Attributes:
-        caption: what it shows, and how to read it.
-        images: SVG elements, side by side where there is room.
-    """
-
-    caption: str
-    images: tuple[str, ...]
-
-
-def require_matplotlib() -> None:
-    """Say that the plots cannot be drawn, before anything is run for them.
-
-    Raises:
-        TrtspecError: matplotlib is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise TrtspecError(
-            "the page's plots need matplotlib, which is not installed",
-            where="--report",
-            fix="pip install 'trtspec[plots]', or write .json or .xml",
-        )
+_WIDE = (5.0, 2.5)  # inches
 
 
 def plots(check: Check, settings: Mapping[str, Any], prefix: str = "") -> Iterator[Plot]:
@@ -73,25 +42,28 @@ def plots(check: Check, settings: Mapping[str, Any], prefix: str = "") -> Iterat
     data, numbers = check.data, count(1)
 
     def image(label: str, size: tuple[float, float], draw: Callable[..., None], *given: Any) -> str:
-        return _image(label, size, f"{prefix}p{next(numbers)}-", lambda axes: draw(axes, *given))
+        return svg(label, f"{prefix}p{next(numbers)}-", lambda axes: draw(axes, *given), size)
 
     if histograms := [name for name in data if _is_histogram(name) and sum(data[name]) >= _FEWEST]:
         yield Plot(
+            "Distribution",
             "Transforms of the emitted tokens. If the subject samples from the reference, all bars of a histogram are "
             "as high as the line, up to chance. Bars outside the band are red: about one in 100 of a right subject, "
             "so a few mean nothing, and the verdict comes from the tests.",
-            tuple(image(name, _SMALL, _draw_histogram, name, data[name]) for name in histograms),
+            tuple(image(name, SMALL, _draw_histogram, name, data[name]) for name in histograms),
         )
     if draws := {name: bins for name, bins in data.items() if name.startswith(_COUNTS) and bins}:
         yield Plot(
+            "First tokens",
             "How often the first tokens came (bars), and how often the reference lets them come (lines, with the "
             "range of 99 of 100 right subjects). The most probable token is on the left, all rare ones together on "
             "the right.",
-            tuple(image(name, _SMALL, _draw_counts, name, bins) for name, bins in draws.items()),
+            tuple(image(name, SMALL, _draw_counts, name, bins) for name, bins in draws.items()),
         )
     regrets, tolerance = data.get("regrets", ()), settings.get("tolerance")
     if others := sum(regret > 0 for row in regrets for regret in row):
         yield Plot(
+            "Regrets",
             f"Regret of the {others} of {sum(map(len, regrets))} tokens that are not the reference's own choice: its "
             "largest logit minus its logit for the emitted token. Below the tolerance rounding decided (a tie); above "
             "it the token is wrong.",
@@ -99,12 +71,14 @@ def plots(check: Check, settings: Mapping[str, Any], prefix: str = "") -> Iterat
         )
     if places := data.get("accepted_per_place"):
         yield Plot(
+            "Tokens a pass",
             "How many tokens the passes of the target emitted, greedily: each bar is the share of passes with at "
             "least so many.",
             (image("tokens a pass", _WIDE, _draw_survival, places),),
         )
     if rows := data.get("acceptance by place"):
         yield Plot(
+            "Acceptance",
             "How often a draft token was accepted where those before it were, by its place in the pass, when sampling "
             "(with 95 % confidence).",
             (image("acceptance", _WIDE, _draw_acceptance, rows),),
@@ -115,38 +89,17 @@ def _is_histogram(name: str) -> bool:
     return name.split(", ")[0] in _ORDERS
 
 
-def _image(label: str, size: tuple[float, float], prefix: str, draw: Callable[[Axes], None]) -> str:
-    """An SVG element that can stand in a page beside others."""
-    require_matplotlib()
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8, colors=_INK)
-    draw(axes)
-    text = io.StringIO()
-    # Fonts stay the reader's, and the same report gives the same bytes.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "parity"}):
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    svg = text.getvalue()
-    svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    svg = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{prefix}", svg)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
-
-
 def _draw_histogram(axes: Axes, name: str, counts: Sequence[int]) -> None:
     from scipy import stats
 
     order, _, group = name.partition(", ")
     bins, total = len(counts), sum(counts)
     low, high = stats.binom.interval(0.99, total, 1 / bins)
-    axes.axhspan(low, high, color=_BAND, zorder=0)
-    axes.axhline(total / bins, color=_INK, lw=0.8, ls=":")
+    axes.axhspan(low, high, color=BAND, zorder=0)
+    axes.axhline(total / bins, color=INK, lw=0.8, ls=":")
     colours = [_BAR if low <= num <= high else _BAD for num in counts]
     axes.bar([(i + 0.5) / bins for i in range(bins)], counts, width=0.92 / bins, color=colours)
-    axes.set_title(f"{group} ({total})", fontsize=9, color=_INK)
+    axes.set_title(f"{group} ({total})", fontsize=9, color=INK)
     axes.set_xlabel(f"transform, {_ORDERS[order]}", fontsize=8)
     axes.set_ylabel("tokens", fontsize=8)
     axes.set_xlim(0, 1)
@@ -160,9 +113,9 @@ def _draw_counts(axes: Axes, name: str, bins: Sequence[Sequence[float]]) -> None
     for place, (observed, expected) in enumerate(bins):
         low, high = stats.binom.interval(0.99, total, min(1.0, expected / total))
         axes.bar(place, observed, width=0.8, color=_BAR if low <= observed <= high else _BAD)
-        axes.errorbar(place, expected, xerr=0.4, color=_INK, lw=1)
-        axes.errorbar(place, expected, yerr=[[expected - low], [high - expected]], color=_INK, lw=1, capsize=2)
-    axes.set_title(f"prompt {name.removeprefix(_COUNTS)} ({total:.0f} answers)", fontsize=9, color=_INK)
+        axes.errorbar(place, expected, xerr=0.4, color=INK, lw=1)
+        axes.errorbar(place, expected, yerr=[[expected - low], [high - expected]], color=INK, lw=1, capsize=2)
+    axes.set_title(f"prompt {name.removeprefix(_COUNTS)} ({total:.0f} answers)", fontsize=9, color=INK)
     axes.set_xlabel("first token, most probable first", fontsize=8)
     axes.set_ylabel("answers", fontsize=8)
     axes.set_xticks([])
@@ -179,7 +132,7 @@ def _draw_regrets(axes: Axes, regrets: Sequence[Sequence[float]], tolerance: flo
             axes.plot(*zip(*points, strict=True), marker, ms=5, color=colour, label=f"{kind} ({len(points)})")
     sizes = [regret for _, regret in wrong]
     if tolerance is not None:
-        axes.axhline(tolerance, color=_INK, lw=1, ls="--", label=f"tolerance {tolerance:g}")
+        axes.axhline(tolerance, color=INK, lw=1, ls="--", label=f"tolerance {tolerance:g}")
         sizes.append(tolerance)
     axes.set_xlim(-1, max(map(len, regrets)))
     axes.set_yscale("log")
@@ -201,7 +154,7 @@ def _draw_acceptance(axes: Axes, rows: Sequence[Sequence[float]]) -> None:
     for place, num, share in rows:
         error = 1.96 * (share * (1 - share) / max(1, num)) ** 0.5
         ends = [[min(error, share)], [min(error, 1 - share)]]
-        axes.errorbar(place + 1.25, share, yerr=ends, color=_INK, lw=1, capsize=2)
+        axes.errorbar(place + 1.25, share, yerr=ends, color=INK, lw=1, capsize=2)
     _draw_shares(axes, [(int(place) + 1, share, f" of {num:.0f}") for place, num, share in rows])
     axes.set_xlabel("draft token", fontsize=8)
     axes.set_ylabel("accepted", fontsize=8)
@@ -213,7 +166,7 @@ def _draw_shares(axes: Axes, bars: Sequence[tuple[int, float, str]]) -> None:
     axes.bar(places, [share for _, share, _ in bars], color=_BAR, width=0.7)
     if len(bars) <= _MOST:
         for place, share, more in bars:
-            axes.text(place - 0.05, share, f"{share:.0%}{more}", ha="center", va="bottom", fontsize=8, color=_INK)
+            axes.text(place - 0.05, share, f"{share:.0%}{more}", ha="center", va="bottom", fontsize=8, color=INK)
         axes.set_xticks(places)
     axes.set_ylim(0, 1.12)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])

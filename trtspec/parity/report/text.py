@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trtspec.parity.report.advice import advice, advice_undecided
 from trtspec.parity.result import Check, Choice, Part, Report, Verdict
+from trtspec.report.page import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _REPRODUCE = "  reproduce: "
-_UNPRINTABLE = re.compile("[^\t\n\r\u0020-\u007e\u00a0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _COLOURS = {
     Verdict.PASS: "green",
     Verdict.TIE: "green",
@@ -77,11 +76,6 @@ def wrapped(lines: Sequence[str], width: int) -> list[str]:
             else textwrap.wrap(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
         )
     ]
-
-
-def printable(text: str) -> str:
-    """Text without characters that steer a terminal, or that XML and HTML cannot hold."""
-    return _UNPRINTABLE.sub("\ufffd", text)
 
 
 def headline(report: Report) -> str:

@@ -7,13 +7,45 @@ from pathlib import Path
 import pytest
 
 from trtspec.errors import TrtspecError
-from trtspec.parity.prompts import Prompt, read_prompts, spread
+from trtspec.prompts import Prompt, read_prompts, spread
 
 
 def test_reads_prompts_with_their_line_numbers(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n\n{"prompt": "b\\n", "category": "code", "more": 1}\n', encoding="utf-8")
     assert read_prompts(path) == [Prompt(1, "a"), Prompt(3, "b\n", "code")]
+
+
+def test_conversations_and_references_where_they_are_taken(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(
+        '{"messages": [{"role": "user", "content": "a", "name": "x"}], "reference": "b"}\n{"prompt": "c\u2028d"}\n',
+        encoding="utf-8",
+    )
+    message = {"role": "user", "content": "a"}
+    chat, text = read_prompts(path, chats=True)
+    assert chat == Prompt(1, "", messages=(message,), reference="b")
+    assert text == Prompt(2, "c\u2028d")
+    with pytest.raises(TrtspecError, match=":1: `prompt` is missing and `messages` are not taken here"):
+        read_prompts(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ('{"messages": []}', "no conversation"),
+        ('{"messages": [{"role": "user"}]}', "no conversation"),
+        ('{"messages": {"role": "user", "content": "a"}}', "no conversation"),
+        ('{"messages": [{"role": "user", "content": "a"}], "prompt": "b"}', "both `prompt` and `messages`"),
+        ('{"prompt": "a", "reference": 3}', "`reference` is not a text"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_bad_conversations_are_refused(tmp_path: Path, content: str, problem: str) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(content)
+    with pytest.raises(TrtspecError, match=rf"p\.jsonl:1: .*{problem}"):
+        read_prompts(path, chats=True)
 
 
 @pytest.mark.parametrize(

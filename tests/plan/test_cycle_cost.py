@@ -1,0 +1,185 @@
+"""What a cycle takes, method by method, with times that show which passes were counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from trtspec.decoding.cycle import Generation, Request
+from trtspec.decoding.engine_call import EngineRequest, EngineResult
+from trtspec.decoding.tree import TreeDrafter, in_one_pass, side_by_side
+from trtspec.errors import TrtspecError
+from trtspec.plan.cycle_cost import CycleCost, cycle_seconds
+from trtspec.plan.drafting import Drafting
+from trtspec.plan.step_times import HEADS
+
+Pass = tuple[str, int, int, int]  # role, batch, tokens, context
+
+
+@dataclass
+class Times:
+    """Every pass takes seconds of its own, 7 + batch + tokens / 10 for the target and a hundredth for others."""
+
+    asked: Counter[Pass] = field(default_factory=Counter)
+    source = "made up"
+
+    def seconds(self, role: str, batch: int, tokens: int, context: int) -> float:
+        self.asked[role, batch, tokens, context] += 1
+        return (7 + batch + tokens / 10) * (1.0 if role == "target" else 0.01)
+
+    def overhead(self, batch: int) -> float:
+        return 0.001 * batch
+
+
+def cost(drafting: Drafting, passes: Mapping[str, float] | None = None, **more: object) -> CycleCost:
+    return cycle_seconds(Times(), drafting, 4, 100, passes, **more)  # type: ignore[arg-type]
+
+
+def seconds(role: str, tokens: int, batch: int = 4) -> float:
+    return Times().seconds(role, batch, tokens, 100)
+
+
+@pytest.mark.parametrize("drafting", [Drafting("none", 0, roles=()), Drafting("draft_target", 0)])
+def test_plain_decoding_is_a_pass_without_overhead(drafting: Drafting) -> None:
+    assert cost(drafting) == CycleCost(0.0, seconds("target", 1), 0.0)
+
+
+@pytest.mark.parametrize("method", ["draft_target", "early_exit"])
+def test_a_chain(method: str) -> None:
+    made = cost(Drafting(method, 3))
+    assert made == CycleCost(pytest.approx(3 * seconds("draft", 1)), seconds("target", 4), 0.004)  # type: ignore[arg-type]
+    assert made.total == pytest.approx(made.draft_s + made.verify_s + 0.004)
+    assert cost(Drafting(method, 3), {"draft": 2.5}).draft_s == pytest.approx(2.5 * seconds("draft", 1))
+
+
+def test_ngram_drafts_in_no_time_and_not_always() -> None:
+    drafting = Drafting("ngram", 4, roles=())
+    assert cost(drafting) == CycleCost(0.0, seconds("target", 5), 0.004)
+    quarter = cost(drafting, drafted=1.0)
+    assert quarter.verify_s == pytest.approx(seconds("target", 5) / 4 + seconds("target", 1) * 3 / 4)
+    assert quarter.overhead_s == pytest.approx(0.001)
+    assert cost(drafting, drafted=0.0).total == cost(Drafting("none", 0)).total
+
+
+def test_a_cascade() -> None:
+    """The models in between verify, the last one drafts."""
+    passes = {"middle": 1.8, "middle_2": 2.6, "draft": 7.5}
+    drafting = Drafting("cascade", 4, inner=3, roles=("middle", "middle_2", "draft"))
+    expected = 1.8 * seconds("middle", 4) + 2.6 * seconds("middle_2", 4) + 7.5 * seconds("draft", 1)
+    made = cost(drafting, passes)
+    assert (made.draft_s, made.verify_s) == (pytest.approx(expected), seconds("target", 5))
+
+
+@pytest.mark.parametrize("passes", [None, {"draft": 3.0}])
+def test_a_cascade_without_acceptance_is_not_guessed(passes: Mapping[str, float] | None) -> None:
+    with pytest.raises(TrtspecError, match=r"how often the middle of a cascade runs .* trtspec bench acceptance"):
+        cost(Drafting("cascade", 4, inner=3, roles=("middle", "draft")), passes)
+
+
+def test_medusa_runs_its_heads_once_and_modules_run_once_a_token() -> None:
+    choices = ((0,), (1,), (0, 0))
+    made = cost(Drafting("medusa", 3, choices=choices, roles=()))
+    assert made == CycleCost(seconds(HEADS, 1), seconds("target", 4), 0.004)
+    made = cost(Drafting("mtp", 2, roles=()))
+    assert made == CycleCost(2 * seconds(HEADS, 1), seconds("target", 3), 0.004)
+
+
+def test_a_tree_in_one_pass_a_level() -> None:
+    """2 x 2 x 1: the draft reads the last token, then 2 nodes more, then 4 more; the target all 10."""
+    made = cost(Drafting("tree", 10, branching=(2, 2, 1)))
+    assert made.draft_s == pytest.approx(sum(seconds("draft", tokens) for tokens in (1, 3, 7)))
+    assert made.verify_s == seconds("target", 11)
+
+
+def test_a_tree_call_by_call_and_path_by_path() -> None:
+    """2 x 2 x 1, greedy: a call of three steps; one of two for the second child; two of one, side by side."""
+    made = cost(Drafting("tree", 10, branching=(2, 2, 1)), engine_track=True)
+    steps = [3 * seconds("draft", 1), 2 * seconds("draft", 1), seconds("draft", 1, batch=8)]
+    assert made.draft_s == pytest.approx(sum(steps))
+    assert made.verify_s == seconds("target", 4, batch=4 * 4)
+
+
+def test_trees_of_two_drafts_share_the_nodes() -> None:
+    both = cost(Drafting("tree", 12, branching=(2, 2), roles=("draft", "draft_2")))
+    steps = [seconds(role, tokens) for role in ("draft", "draft_2") for tokens in (1, 3)]
+    assert (both.draft_s, both.verify_s) == (pytest.approx(sum(steps)), seconds("target", 13))
+    paths = cost(Drafting("tree", 12, branching=(2, 2), roles=("draft", "draft_2")), engine_track=True)
+    assert paths.verify_s == seconds("target", 3, batch=4 * 8)
+    # Of 11 nodes the first draft has 6 with 4 paths, the second 5 with 3.
+    odd = cost(Drafting("tree", 11, branching=(2, 2), roles=("draft", "draft_2")), engine_track=True)
+    assert odd.verify_s == seconds("target", 3, batch=4 * 7)
+
+
+def test_a_tree_that_is_a_chain_costs_what_a_chain_costs() -> None:
+    tree = cost(Drafting("tree", 3, branching=(1, 1, 1)), engine_track=True)
+    assert tree == pytest.approx(cost(Drafting("draft_target", 3)))
+
+
+def test_a_method_that_is_not_modelled_says_so() -> None:
+    with pytest.raises(TrtspecError, match="the cost of method eagle is not modelled; measure it"):
+        cost(Drafting("eagle", 4))
+
+
+class Engine:
+    """Greedy over 11 tokens by an arbitrary rule; counts its calls as passes of a cycle."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []  # new tokens of a call, draft tokens that it was given
+
+    def __call__(self, request: EngineRequest) -> EngineResult:
+        drafts = request.draft_tokens.tolist() if request.draft_tokens is not None else []
+        self.asked.append((request.max_new_tokens, len(drafts)))
+        text, rows = request.input_ids.tolist(), []
+        if request.draft_parents is not None:
+            paths = {-1: text}
+            for node, (token, parent) in enumerate(zip(drafts, request.draft_parents.tolist(), strict=True)):
+                paths[node] = [*paths[parent], token]
+            rows = [self.row(path) for path in paths.values()]
+        else:
+            for _ in range(request.max_new_tokens):
+                rows.append(self.row(text))
+                text = [*text, int(rows[-1].argmax())]
+        ids = np.array([row.argmax() for row in rows], dtype=np.int32)
+        return EngineResult(ids, np.stack(rows))
+
+    @staticmethod
+    def row(text: list[int]) -> np.ndarray:
+        return np.random.default_rng([len(text), text[-1]]).normal(size=11).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("branching", "nodes"),
+    [((2, 2, 1), 10), ((3, 2), 9), ((1, 3, 2), 10), ((2, 1, 1, 2), 10), ((2, 2), 4), ((3, 2, 2), 9), ((2, 2, 2), 6)],
+)
+def test_the_calls_are_those_that_the_drafter_makes(branching: tuple[int, ...], nodes: int) -> None:
+    """A real drafter grows a tree, whole or cut to fewer nodes, with an engine that counts; steps of calls side by side
+    are one pass."""
+    drafting = Drafting("tree", nodes, branching=branching)
+
+    def grown(engine_track: bool) -> tuple[Engine, list[list[tuple[int, int]]]]:
+        engine, rounds = Engine(), []
+
+        def together(requests: list[EngineRequest]) -> list[EngineResult]:
+            before = len(engine.asked)
+            results = [engine(request) for request in requests]
+            rounds.append(engine.asked[before:])
+            return results
+
+        node_logits = side_by_side(together) if engine_track else in_one_pass(engine)
+        request = Request(prompt_ids=np.array([1, 2, 3], dtype=np.int32), max_tokens=nodes + 2, num_draft_tokens=nodes)
+        TreeDrafter(node_logits, branching).grow(Generation(request), len(branching), nodes)
+        return engine, rounds
+
+    times = Times()
+    cycle_seconds(times, drafting, 1, 100, engine_track=False)
+    passes = [(role, tokens) for role, _, tokens, _ in times.asked.elements() if role == "draft"]
+    engine, _ = grown(engine_track=False)
+    assert passes == [("draft", drafts + 1) for _, drafts in engine.asked]
+
+    _, rounds = grown(engine_track=True)
+    steps = sum(calls[0][0] * Times().seconds("draft", len(calls), 1, 100) for calls in rounds)
+    assert cycle_seconds(Times(), drafting, 1, 100, engine_track=True).draft_s == pytest.approx(steps)
