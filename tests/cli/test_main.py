@@ -62,6 +62,11 @@ Commands:
                     cascade accepts.
   bench serve       Load a running server, with speculation and without, and
                     report its times.
+  deploy k8s        Write Kubernetes manifests that build and serve a spec.
+  deploy slurm      Write an sbatch script that serves over several GPUs or
+                    nodes.
+  rollout           Bring a new build into the running server without a gap.
+  rollback          Let the version before serve again.
   migrate           Turn a spec for compiled engines into one for the LLM API.
   train             Train draft models and Medusa heads.
 """

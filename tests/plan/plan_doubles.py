@@ -96,6 +96,5 @@ def plan(method: str = "draft_target", **changes: Any) -> Plan:
         fractions={"draft": 0.085, "target": 0.9},
         num_gpus=2,
         warnings=("prompts look alike",),
-        calibration_error=0.04,
     )
     return replace(made, **changes)

@@ -147,6 +147,11 @@ def point(content: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def two_prefills_of_one_length(content: dict[str, Any]) -> None:
+    first = {**point(content), "tokens": 8, "context": 0}
+    content["models"]["target"]["points"] += [{**first, "batch": 97}, {**first, "batch": 98}]
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -161,6 +166,8 @@ def point(content: dict[str, Any]) -> dict[str, Any]:
         (broken(lambda content: point(content).update(batch="1")), "no point"),
         (broken(lambda content: point(content).pop("tokens")), "holds no step times"),
         (broken(lambda content: content["models"]["target"].update(points=[])), "without a step"),
+        (broken(lambda content: content["models"]["target"]["points"].append(point(content))), "measured twice"),
+        (broken(two_prefills_of_one_length), "8 tokens, context 0 is measured twice"),
         (broken(lambda content: content["overheads"][0].pop("batch")), "batch"),
         (None, "No such file"),
     ],

@@ -56,6 +56,20 @@ def test_a_chain(method: str) -> None:
     assert cost(Drafting(method, 3), {"draft": 2.5}).draft_s == pytest.approx(2.5 * seconds("draft", 1))
 
 
+def test_an_early_exit_in_one_engine_runs_its_layers_once() -> None:
+    """By hand: 8 layers of 1 s a token, 2 of them the exit's; a head of 2 s, run by the draft over its last token."""
+
+    class Layers(Times):
+        def seconds(self, role: str, batch: int, tokens: int, context: int) -> float:
+            return 8.0 * tokens + 2.0 * tokens if role == "target" else 2.0 * tokens + 2.0
+
+    def verify_s(shared: bool) -> float:
+        return cycle_seconds(Layers(), Drafting("early_exit", 3), 1, 100, shared=shared).verify_s
+
+    assert verify_s(shared=False) == 4 * 8 + 4 * 2  # an engine of its own
+    assert verify_s(shared=True) == 4 * 6 + 1 * 2 + 4 * 2  # only the last draft token is new to the first layers
+
+
 def test_ngram_drafts_in_no_time_and_not_always() -> None:
     drafting = Drafting("ngram", 4, roles=())
     assert cost(drafting) == CycleCost(0.0, seconds("target", 5), 0.004)

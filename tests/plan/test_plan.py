@@ -17,8 +17,9 @@ from trtspec.build.machine import hardware
 from trtspec.cli import main
 from trtspec.errors import TrtspecError
 from trtspec.models.source import open_model
-from trtspec.plan import inputs
+from trtspec.plan import inputs, planner
 from trtspec.plan.curves import Curves, Measured, ModelCurve, sizes_of
+from trtspec.plan.cycle_cost import CycleCost, cycle_seconds
 from trtspec.plan.drafting import Drafting
 from trtspec.plan.planner import CHAINS, AssumedRate, Outlook, Question, Unknown, make_plan, variants
 from trtspec.plan.result import Plan
@@ -254,6 +255,23 @@ def test_an_early_exit_keeps_layers_of_the_targets_shape(tmp_path: Path) -> None
         ModelSizes({"target": "Llama-3.1-8B"})(
             spec_of(tmp_path, "speculation.method=early_exit", "speculation.early_exit.layer=99")
         )
+
+
+@pytest.mark.parametrize(("runtime", "shared"), [("torch", True), ("tensorrt_llm", False)])
+def test_an_early_exit_shares_its_passes_in_one_engine_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str, shared: bool
+) -> None:
+    told: list[bool] = []
+
+    def cycle(*args: Any, **more: Any) -> CycleCost:
+        told.append(more["shared"])
+        return cycle_seconds(*args, **more)
+
+    monkeypatch.setattr(planner, "cycle_seconds", cycle)
+    changes = ("speculation.method=early_exit", "speculation.early_exit.layer=8", f"engine.runtime={runtime}")
+    spec = spec_of(tmp_path, *changes)
+    planner.Costs(spec, Times(), QUESTION).cycle_s(1, Drafting.of(spec))
+    assert told == [shared]
 
 
 def test_modules_predict_as_far_as_the_spec_says(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -321,6 +322,11 @@ def _curve(content: Mapping[str, Any]) -> ModelCurve:
     points = tuple(Measured(**_sound(point)) for point in content["points"])
     if not any(point.context for point in points):
         raise ValueError("a model without a step")
+    # A prefill is found by its length alone.
+    places = Counter((point.batch if point.context else 1, point.tokens, point.context) for point in points)
+    (place, times), *_ = places.most_common(1)
+    if times > 1:
+        raise ValueError("batch {}, {} tokens, context {} is measured twice".format(*place))
     shape = {str(name): int(size) for name, size in content["shape"].items()}
     return ModelCurve(**{**content, "shape": shape, "points": points})
 

@@ -37,6 +37,7 @@ def cycle_seconds(
     proposer_passes: Mapping[str, float] | None = None,
     engine_track: bool = False,
     drafted: float | None = None,
+    shared: bool = False,
 ) -> CycleCost:
     """One cycle of `batch` sequences, each of which drafts `drafting.num_draft_tokens`.
 
@@ -54,6 +55,10 @@ def cycle_seconds(
             have it, and not each level and the whole tree in one pass.
         drafted: draft tokens a cycle where they are fewer than the most, as with ngram, which often finds nothing. So
             many cycles draft all, and the others are plain, that this is their mean.
+        shared: whether the draft of an early exit is the target's own first layers in one engine, as the torch runtime
+            has it. They have run over the text's last token and all draft tokens but the last, so that the verification
+            runs them over one token. What they save is taken to be what more tokens cost the draft; times in which its
+            head runs over all of them overstate it by that.
 
     Raises:
         TrtspecError: a method whose cost is not modelled, or a cascade without `proposer_passes`.
@@ -64,6 +69,8 @@ def cycle_seconds(
         return plain
     overhead = times.overhead(batch)
     verify = times.seconds("target", batch, most + 1, context)
+    if drafting.method == "early_exit" and shared:
+        verify += times.seconds("draft", batch, 1, context) - times.seconds("draft", batch, most + 1, context)
     if drafting.method in ("draft_target", "early_exit"):
         passes = (proposer_passes or {}).get("draft", most)
         return CycleCost(passes * times.seconds("draft", batch, 1, context), verify, overhead)

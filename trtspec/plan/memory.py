@@ -26,7 +26,7 @@ from trtspec.decoding.methods import DRAFTS, MIDDLES
 from trtspec.errors import TrtspecError
 from trtspec.models.config import ModelConfig
 from trtspec.plan.result import Memory, MemoryRow
-from trtspec.plan.roofline import layer_weights
+from trtspec.plan.roofline import layer_weights, precision
 from trtspec.spec.gpus import Gpu
 from trtspec.spec.schema import Mtp, PerModelFraction, Spec
 from trtspec.trtllm.memory import (
@@ -44,7 +44,6 @@ _HOST_PROCESS_GB = 0.4  # Python with torch
 _MAX_NUM_TOKENS = 8192  # trtllm-build's own default
 _MOST_SEQUENCES = 4096
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-_QUANTIZED_BYTES = {"fp8": 1.0, "int8_sq": 1.0, "int4_awq": 0.516, "w4a8_awq": 0.516}  # scales of AWQ included
 _GB = 1e9
 
 
@@ -134,8 +133,7 @@ def _weight_bytes(spec: Spec, role: str, model: ModelConfig) -> float:
     if role == "target" and speculation.method == "mtp":
         layer = layer_weights(replace(model, num_hidden_layers=1, num_dense_mlp_layers=0), model.num_experts)
         layers += (speculation.mtp or Mtp()).num_modules * (layer + 2 * hidden * hidden)
-    width = _BYTES[ref.dtype]
-    return layers * _QUANTIZED_BYTES.get(ref.quantization, width) + unquantized * width
+    return layers * precision(ref)[0] + unquantized * _BYTES[ref.dtype]
 
 
 def _activation_bytes(spec: Spec, role: str, model: ModelConfig, batch: int) -> float:

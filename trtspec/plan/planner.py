@@ -276,7 +276,16 @@ class Costs:
         """Seconds of a cycle. What serves a tree verifies it path by path."""
         passes, drafted = (outlook.proposer_passes, outlook.drafted) if outlook else (None, None)
         context = self.question.context
-        return cycle_seconds(self.times, drafting, batch, context, passes, engine_track=True, drafted=drafted).total
+        return cycle_seconds(
+            self.times, drafting, batch, context, passes, engine_track=True, drafted=drafted, shared=self._shared
+        ).total
+
+    @property
+    def _shared(self) -> bool:
+        """Whether an early exit runs in the target's own engine, which the torch runtime alone can."""
+        draft, target = self.spec.models.get("draft"), self.spec.models["target"]
+        same_type = draft is not None and draft.dtype == target.dtype
+        return self.spec.engine.runtime == "torch" and self.spec.speculation.method == "early_exit" and same_type
 
     def prefill_s(self) -> float:
         """Seconds in which all models read one prompt, one after the other."""

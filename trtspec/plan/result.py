@@ -176,7 +176,6 @@ class Plan:
         latency_ms: target of the time per output token; None: not given.
         within_latency: the point with most tokens per second that fits and meets latency_ms; None: none does.
         warnings: what may make the plan wrong.
-        calibration_error: median relative error of the step times against measured cycles; None: not known.
     """
 
     name: str
@@ -202,7 +201,6 @@ class Plan:
     latency_ms: float | None = None
     within_latency: Point | None = None
     warnings: tuple[str, ...] = ()
-    calibration_error: float | None = None
 
     @property
     def fits(self) -> bool:

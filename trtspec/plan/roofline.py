@@ -119,7 +119,7 @@ class Roofline:
         config, ref = self._cut[role]
         rows = math.ceil(batch / ref.pipeline_parallel)
         new, width = rows * tokens, _BYTES[ref.dtype]
-        weight, arithmetic = _precision(ref)
+        weight, arithmetic = precision(ref)
         extra = self.extra.get(role, 0.0)
         read, used = (layer_weights(config, _touched(config, count)) + extra for count in (new, 1))
         pairs = rows * tokens * (context + (tokens + 1) / 2)  # of a query and a key that it sees
@@ -159,7 +159,7 @@ class Roofline:
         return (ranks > 1) * 2 * config.num_hidden_layers * reduced + hand_overs * (LATENCY_S + state / one_way)
 
     def _require(self, role: str, ref: ModelRef) -> None:
-        for kind in (ref.dtype, _precision(ref)[1]):
+        for kind in (ref.dtype, precision(ref)[1]):
             if kind not in self.gpu.dense_tflops:
                 raise TrtspecError(
                     f"the catalogue has no {kind} rate of {self.gpu.name}, which the {role} computes with",
@@ -216,7 +216,7 @@ def _touched(config: ModelConfig, tokens: int) -> float:
     return experts_touched(config.num_experts, config.num_experts_per_token, tokens)
 
 
-def _precision(ref: ModelRef) -> tuple[float, Arithmetic]:
-    """Bytes of a layer's weight, and the arithmetic that multiplies it."""
+def precision(ref: ModelRef) -> tuple[float, Arithmetic]:
+    """Bytes of a layer's weight, scales of AWQ included, and the arithmetic that multiplies it."""
     weight, arithmetic = _QUANTIZED.get(ref.quantization, (_BYTES[ref.dtype], None))
     return weight, arithmetic or ref.dtype

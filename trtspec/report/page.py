@@ -1,6 +1,6 @@
 """A self-contained HTML page from a template that extends `base.html.j2`, which has the looks of all pages.
 
-The base has the blocks `title`, `style`, `heading` and `content`, and the classes banner (with good, bad, open or none),
+The base has the blocks `title`, `style`, `heading` and `content`, and the classes banner (with good, bad, open, none),
 tag, cards, stack (a table that becomes a list on narrow screens; give its cells `data-label`), num, word, soft and
 plots.
 """
