@@ -115,7 +115,8 @@ class LiveServer(Client):
                 busy_at, busy_s = now, used_s
             return self._ended(old) or now - busy_at > _IDLE_S
 
-        return True
+        self._wait(answered, ", ".join(pipelines))
+        return self._ended(old)
 
     def _ended(self, pids: set[int]) -> bool:
         return pids.isdisjoint(family(self.state.token))
