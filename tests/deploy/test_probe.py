@@ -70,7 +70,7 @@ def probe(server: Server, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
     """The probe's exit code, `launch` beside it as in a pod."""
     monkeypatch.setitem(sys.modules, "launch", launch)
     module = importlib.import_module("trtspec.deploy.probe")
-    monkeypatch.setattr(module, "_FULL_WAIT_S", 0.01)
+    monkeypatch.setattr(launch, "_FULL_WAIT_S", 0.01)
     return lambda *options: module.main(["--http-port", str(server.server_port), "--timeout", "0.3", *options])
 
 

@@ -97,12 +97,13 @@ def test_dry_run_shows_no_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 class Stuck(http.server.BaseHTTPRequestHandler):
-    """A double of a server that never answers a probe in time; `grows`: it answers others meanwhile.
+    """A double of a server that never answers a probe in time, or `full`, refuses it at once; `grows`: it answers
+    others meanwhile.
 
     Its pipeline, or its LLM API, takes the probes, and Triton counts them.
     """
 
-    grows = taken_by_target = False
+    grows = full = taken_by_target = False
     asked = taken = 0
 
     def do_GET(self) -> None:
@@ -117,16 +118,23 @@ class Stuck(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         type(self).taken += 1
+        if self.full:
+            self.send_response(503)
+            self.end_headers()
+            self.wfile.write(b'{"error": "too many requests: 8 texts are waiting; expected fewer than 8"}')
+            return
         time.sleep(0.3)
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""
 
 
+@pytest.mark.parametrize("full", [False, True], ids=["too late", "full"])
 @pytest.mark.parametrize(("grows", "ends"), [(False, "does not answer any more"), (True, "the server ended")])
-def test_a_busy_server_is_not_a_dead_one(monkeypatch: pytest.MonkeyPatch, grows: bool, ends: str) -> None:
+def test_a_busy_server_is_not_a_dead_one(monkeypatch: pytest.MonkeyPatch, grows: bool, ends: str, full: bool) -> None:
     monkeypatch.setattr(launch, "PROBE_TIMEOUT_S", 0.05)
-    handler = type("Handler", (Stuck,), {"grows": grows})
+    monkeypatch.setattr(launch, "_FULL_WAIT_S", 0.05)
+    handler = type("Handler", (Stuck,), {"grows": grows, "full": full})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as stuck:
         thread = threading.Thread(target=stuck.serve_forever)
         thread.start()

@@ -26,7 +26,7 @@ from trtspec.errors import TrtspecError
 from trtspec.models.source import PACKAGE_PREFIX
 from trtspec.spec.schema import Spec
 from trtspec.triton import compose, launch
-from trtspec.triton.container import _launch_options, image_of
+from trtspec.triton.container import image_of, launch_options
 from trtspec.trtllm.support import require_buildable
 
 _TEMPLATES = Path(__file__).with_name("manifests")
@@ -149,13 +149,13 @@ def _as_name(text: str) -> str:
 def _values(spec: Spec, options: Options) -> dict[str, Any]:
     """The names that the templates use."""
     slots = ranks_of_hosts(spec)
-    launch_options, num_gpus = _launch_options(spec)
+    options, num_gpus = launch_options(spec)
     several = len(slots) > 1
-    if several and "--gpus" in launch_options:  # they are counted over all hosts there
-        at = launch_options.index("--gpus")
-        launch_options = launch_options[:at] + launch_options[at + 2 :]
+    if several and "--gpus" in options:  # they are counted over all hosts there
+        at = options.index("--gpus")
+        options = options[:at] + options[at + 2 :]
     service = yaml.safe_load(compose.FILE.read_text(encoding="utf-8"))["services"][compose.SERVICE]
-    start = [*shlex.split(service["command"])[:2], *launch_options, "--", *_EVERY_ADDRESS]
+    start = [*shlex.split(service["command"])[:2], *options, "--", *_EVERY_ADDRESS]
     timeout = f"{spec.serving.startup_timeout_s:g}"
     lead = ["python3", f"{_SCRIPTS}/ranks.py", "lead", "--slots", ",".join(map(str, slots)), "--timeout", timeout, "--"]
     scripts = [Path(launch.__file__), _PROBE, *([Path(ranks.__file__)] if several else [])]

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 
 import launch  # type: ignore[import-not-found]  # beside this file in the pod
-
-_FULL = "texts are waiting"  # what the pipeline says when it takes no more
-_FULL_WAIT_S = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,24 +22,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--or-busy", action="store_true", help="accept that the server answers others meanwhile")
     options = parser.parse_args(arguments)
     address = f"127.0.0.1:{options.http_port}"
-    before = launch._answered(address)
+    before = launch.answered(address)
     try:
         launch.probe(address, options.llmapi, options.timeout)
     except launch.LaunchFailed as error:
-        if options.or_busy and _is_busy(error, address, before + int(options.llmapi)):
+        if options.or_busy and launch.is_busy(error, address, before + int(options.llmapi)):
             return 0
         print(error, file=sys.stderr)
         return 1
     return 0
-
-
-def _is_busy(error: launch.LaunchFailed, address: str, before: int) -> bool:
-    """Whether the probe only came too late: others have been answered since `before` was counted."""
-    if _FULL in str(error):
-        time.sleep(_FULL_WAIT_S)  # it was refused at once, which leaves no time to see others answered
-    elif not isinstance(error, launch._NotInTime):
-        return False
-    return bool(launch._answered(address) > before)
 
 
 if __name__ == "__main__":

@@ -245,7 +245,7 @@ def compose_settings(spec: Spec) -> dict[str, str]:
             expected="1",
             fix="start the ranks with Slurm or a Kubernetes LeaderWorkerSet",
         )
-    launch, num_gpus = _launch_options(spec)
+    launch, num_gpus = launch_options(spec)
     return {
         "TRTSPEC_IMAGE": image_of(spec),
         "TRTSPEC_LAUNCH": " ".join(launch),
@@ -305,7 +305,7 @@ def require_fit(spec: Spec, host: Host, image: str) -> None:
     Raises:
         TrtspecError: what does not fit, one a line, with both sides of it.
     """
-    _, needed = _launch_options(spec)
+    _, needed = launch_options(spec)
     if len(host.gpus) < needed:
         raise TrtspecError(
             f"{needed} GPUs are needed, {len(host.gpus)} are here",
@@ -343,7 +343,7 @@ def require_docker(image: str) -> None:
         ) from error
 
 
-def _launch_options(spec: Spec) -> tuple[list[str], int]:
+def launch_options(spec: Spec) -> tuple[list[str], int]:
     """Options of the launcher, and how many GPUs the container needs.
 
     Raises:

@@ -42,6 +42,8 @@ KILL_AFTER_S = EXIT_TIMEOUT_S + 5
 _MODELS_END_S = 5.0  # together less than a container is given to stop
 PROBE_TIMEOUT_S = 60.0
 WATCH_PERIOD_S = 30.0
+_FULL = "texts are waiting"  # what the pipeline says when it takes no more
+_FULL_WAIT_S = 5.0
 PROBES_FAILED = 3  # in a row, until the server counts as dead
 
 
@@ -183,7 +185,7 @@ def _watch(server: subprocess.Popen[bytes], options: argparse.Namespace) -> None
     # A Python model's request counts as answered once it is taken: a probe of the LLM API counts itself.
     own = 1 if options.llmapi else 0
     while True:
-        before = _answered(address)
+        before = answered(address)
         try:
             probe(address, options.llmapi, PROBE_TIMEOUT_S)
             failed = 0
@@ -192,9 +194,7 @@ def _watch(server: subprocess.Popen[bytes], options: argparse.Namespace) -> None
                 announced = True
         except LaunchFailed as error:
             _require_alive(server)
-            # A probe may wait long behind the requests of others; while these are answered the server is only busy.
-            busy = isinstance(error, _NotInTime) and _answered(address) > before + own
-            failed = 0 if busy else failed + 1
+            failed = 0 if is_busy(error, address, before + own) else failed + 1
             print(f"{SAYS}{error} ({failed} of {PROBES_FAILED})", file=sys.stderr, flush=True)
             if failed == PROBES_FAILED:
                 raise LaunchFailed("the server does not answer any more") from error
@@ -205,7 +205,22 @@ def _watch(server: subprocess.Popen[bytes], options: argparse.Namespace) -> None
         _require_alive(server)
 
 
-def _answered(address: str) -> int:
+def is_busy(error: LaunchFailed, address: str, before: int) -> bool:
+    """Whether a probe only came too late, or found the queue full, while others are answered.
+
+    Args:
+        error: what the probe raised.
+        address: host:port of the server's HTTP.
+        before: what `answered` said before the probe.
+    """
+    if _FULL in str(error):
+        time.sleep(_FULL_WAIT_S)  # it was refused at once, which leaves no time to see others answered
+    elif not isinstance(error, _NotInTime):
+        return False
+    return answered(address) > before
+
+
+def answered(address: str) -> int:
     """Calls that the target has answered so far; 0 if the server does not say.
 
     Not those of the pipeline, which takes them, and thereby counts them, whether or not they can be answered; nor those
