@@ -214,8 +214,8 @@ def test_when_an_old_process_has_answered(
 ) -> None:
     """Process 10 is the old one of the pipeline, 11 the new one, 5 the engine that the old one calls."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(live.time, "monotonic", lambda: clock.now)
-    monkeypatch.setattr(live.time, "sleep", lambda seconds: setattr(clock, "now", clock.now + seconds))
+    sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)  # noqa: E731
+    monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
     monkeypatch.setattr(live, "_start", lambda pid: pid)
     monkeypatch.setattr(live, "cpu_seconds", lambda pid: min(clock.now, busy_until) / 2)
 

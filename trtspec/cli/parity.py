@@ -171,7 +171,7 @@ def parity(
         return
     if selection.traces:
         selection.traces.mkdir(exist_ok=True)
-    with _observer() as observer:
+    with progress() as observer:
         result = run(spec, selection, command(str(config) if config else None, selection, overrides), observer)
     lines = [line for check in result.checks for line in text.finding_lines(check)]
     lines.append(text.summary_line(result))
@@ -241,12 +241,13 @@ class _Bar:
 
 
 @contextmanager
-def _observer() -> Iterator[Observer]:
+def progress() -> Iterator[Observer]:
+    """Shows a run of checks: as a bar on a terminal, else in lines."""
     if not sys.stdout.isatty():
         yield _Lines()
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, transient=True) as progress:
-        yield _Bar(progress)
+    with Progress(*columns, transient=True) as shown:
+        yield _Bar(shown)

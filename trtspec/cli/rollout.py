@@ -75,11 +75,11 @@ def rollout(
         return
 
     from trtspec.build.progress import observer
-    from trtspec.cli.parity import _observer
+    from trtspec.cli.parity import progress
 
     options = roll.Options(watch, drain_timeout, checks or CHECKS)
     with interruptible():
-        roll.roll_out(spec, options, click.echo, lambda: observer(sys.stdout.isatty()), _observer)
+        roll.roll_out(spec, options, click.echo, lambda: observer(sys.stdout.isatty()), progress)
 
 
 @contextmanager
