@@ -149,13 +149,13 @@ def _as_name(text: str) -> str:
 def _values(spec: Spec, options: Options) -> dict[str, Any]:
     """The names that the templates use."""
     slots = ranks_of_hosts(spec)
-    options, num_gpus = launch_options(spec)
+    serve, num_gpus = launch_options(spec)
     several = len(slots) > 1
-    if several and "--gpus" in options:  # they are counted over all hosts there
-        at = options.index("--gpus")
-        options = options[:at] + options[at + 2 :]
+    if several and "--gpus" in serve:  # they are counted over all hosts there
+        at = serve.index("--gpus")
+        serve = serve[:at] + serve[at + 2 :]
     service = yaml.safe_load(compose.FILE.read_text(encoding="utf-8"))["services"][compose.SERVICE]
-    start = [*shlex.split(service["command"])[:2], *options, "--", *_EVERY_ADDRESS]
+    start = [*shlex.split(service["command"])[:2], *serve, "--", *_EVERY_ADDRESS]
     timeout = f"{spec.serving.startup_timeout_s:g}"
     lead = ["python3", f"{_SCRIPTS}/ranks.py", "lead", "--slots", ",".join(map(str, slots)), "--timeout", timeout, "--"]
     scripts = [Path(launch.__file__), _PROBE, *([Path(ranks.__file__)] if several else [])]
