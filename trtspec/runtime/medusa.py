@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any, Literal, Protocol
@@ -28,6 +27,7 @@ from trtspec.runtime.engine import EngineConfig
 from trtspec.runtime.kernels import linear
 from trtspec.runtime.kv_cache import Sequence
 from trtspec.runtime.llama import Llama
+from trtspec.runtime.passes import Calls
 
 _LINEAR = re.compile(r"medusa_heads\.(?P<head>\d+)\.medusa_layers\.(?P<layer>\d+)\.linear\.weight")
 
@@ -254,7 +254,7 @@ class Medusa:
         request: EngineRequest,
         sequence: Sequence,
         forward: Forward,
-        alone: Callable[[], AbstractContextManager[None]],
+        alone: Calls,
     ) -> EngineResult:
         """Answer a request without draft tokens; each pass but the first verifies a tree.
 
@@ -262,7 +262,7 @@ class Medusa:
         in many calls is drafted all along.
 
         Args:
-            alone: whoever enters it computes while no other request does.
+            alone: what it is given computes while no other request does.
         """
         reused = sequence.length
         sampler = TokenSampler(request)
@@ -279,12 +279,10 @@ class Medusa:
         fresh = request.input_ids[reused:]
         num_draft_tokens = num_accepted = 0
         while not sampler.finished:
-            with alone():
-                tree = self._tree(sequence, fresh, request.max_new_tokens - len(sampler.tokens))
+            tree = alone(partial(self._tree, sequence, fresh, request.max_new_tokens - len(sampler.tokens)))
             states = forward(fresh, len(tree) + 1, lambda states: states, tree=tree if len(tree) else None)
-            with alone():
-                nodes = walk.through(tree, partial(self._row, states), chosen)
-                sequence.keep(nodes, tree.tokens[nodes])
+            nodes = alone(partial(walk.through, tree, partial(self._row, states), chosen))
+            sequence.keep(nodes, tree.tokens[nodes])
             sequence.last_state = sequence.length, states[nodes[-1] + 1 if nodes else 0]
             num_draft_tokens += len(tree)
             num_accepted += len(nodes)

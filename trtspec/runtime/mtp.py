@@ -18,7 +18,6 @@ tensors, sequences and requests; not files.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from typing import Protocol, TypeVar
 
@@ -35,6 +34,7 @@ from trtspec.runtime.engine import EngineConfig
 from trtspec.runtime.kernels import linear
 from trtspec.runtime.kv_cache import Sequence
 from trtspec.runtime.llama import KVCache, Llama, stream_layer
+from trtspec.runtime.passes import Calls
 
 _MAX_PASS = 512  # tokens in one forward pass of a module, as in one of the target
 
@@ -119,7 +119,7 @@ class Modules:
         request: EngineRequest,
         sequence: Sequence,
         forward: Forward,
-        alone: Callable[[], AbstractContextManager[None]],
+        alone: Calls,
     ) -> EngineResult:
         """Answer a request without draft tokens.
 
@@ -127,7 +127,7 @@ class Modules:
             request: the call.
             sequence: of the request, acquired.
             forward: a pass of all layers over ids behind `sequence`, which it appends.
-            alone: held while the modules run.
+            alone: what it is given computes while no other request does.
         """
         reused = sequence.length
         sampler = TokenSampler(request)
@@ -163,8 +163,7 @@ class Modules:
             fresh = np.array(sampler.tokens[-1:], dtype=np.int32)
             room = min(self.num_draft_tokens, request.max_new_tokens - len(sampler.tokens) - 1)
             known = np.append(sequence.tokens[begin + 1 : sequence.length], fresh)
-            with alone():
-                drafts = self.propose(sequence.cache, begin, states, known, room)
+            drafts = alone(partial(self.propose, sequence.cache, begin, states, known, room))
             if room >= self.num_modules:  # else the last modules have seen nothing yet
                 sequence.drafter_length = sequence.length + 1
                 settled = self._settled(sequence.drafter_length)
@@ -232,7 +231,5 @@ class Modules:
         pieces = [ids[first : first + _MAX_PASS] for first in range(0, len(ids), _MAX_PASS)]
         return torch.cat([forward(piece, len(piece), lambda states: states) for piece in pieces])
 
-    def _logits(self, states: torch.Tensor, alone: Callable[[], AbstractContextManager[None]]) -> NDArray[np.float32]:
-        with alone():
-            logits: NDArray[np.float32] = self._model.head(states).cpu().numpy()
-        return logits
+    def _logits(self, states: torch.Tensor, alone: Calls) -> NDArray[np.float32]:
+        return alone(lambda: self._model.head(states).cpu().numpy())

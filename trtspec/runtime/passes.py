@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,16 @@ from numpy.typing import NDArray
 from trtspec.runtime.early_exit import finish
 from trtspec.runtime.kv_cache import Sequence
 from trtspec.runtime.llama import KVCache, Llama, Span
+
+T = TypeVar("T")
+
+
+class Calls(Protocol):
+    """Calls a function, when and in whatever thread it is to compute."""
+
+    def __call__(self, work: Callable[[], T], /) -> T:
+        """What `work` returns or raises."""
+        ...
 
 
 @dataclass(frozen=True)

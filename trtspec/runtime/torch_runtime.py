@@ -35,7 +35,7 @@ from trtspec.runtime.kv_cache import CacheStatistics, PrefixCache, Sequence
 from trtspec.runtime.llama import Llama
 from trtspec.runtime.medusa import Medusa
 from trtspec.runtime.mtp import Modules
-from trtspec.runtime.passes import Step, logits, most_likely, run_pass
+from trtspec.runtime.passes import Calls, Step, logits, most_likely, run_pass
 
 _MAX_PASS = 512  # tokens in one forward pass; bounds its memory, and how long other requests wait for it
 _WAIT_S = 30.0  # how long a request waits for those in flight to leave it room in the KV cache
@@ -54,6 +54,7 @@ class TorchRuntime:
         device: `cpu`, `cuda` or `cuda:N`.
         kv_cache_bytes: what all KV caches together may take.
         num_threads: CPU threads of a forward pass, set for the whole process; None leaves PyTorch's setting.
+        here: calls what computes, in whatever thread that is to happen.
 
     Raises:
         TrtspecError: not an engine, broken files, a checkpoint with faults, a KV cache that does not hold one sequence
@@ -61,7 +62,13 @@ class TorchRuntime:
     """
 
     def __init__(
-        self, engine_dir: Path, *, device: str = "cpu", kv_cache_bytes: int, num_threads: int | None = None
+        self,
+        engine_dir: Path,
+        *,
+        device: str = "cpu",
+        kv_cache_bytes: int,
+        num_threads: int | None = None,
+        here: Calls = lambda work: work(),
     ) -> None:
         self.config = EngineConfig.load(Path(engine_dir))
         if num_threads is not None:
@@ -76,7 +83,8 @@ class TorchRuntime:
             self._model: Llama = GraphedLlama(model, loaded.weights, device, loaded.activations, widest=widest)
         else:
             self._model = Llama(model, loaded.weights, device, loaded.activations)
-        self._begin(kv_cache_bytes, run_pass)
+        self._here = here
+        self._begin(kv_cache_bytes, lambda model, steps: here(lambda: run_pass(model, steps)))
 
     @classmethod
     def of_model(
@@ -92,6 +100,7 @@ class TorchRuntime:
         """
         runtime = cls.__new__(cls)
         runtime.config, runtime._model = config, model
+        runtime._here = lambda work: work()
         runtime._begin(kv_cache_bytes, run)
         return runtime
 
@@ -137,10 +146,10 @@ class TorchRuntime:
                 forward = partial(self._forward, sequence, cancelled=cancelled)
                 if self._medusa is not None:
                     states = partial(forward, scored=False)
-                    return self._medusa.generate(request, sequence, states, partial(self._alone, cancelled))
+                    return self._medusa.generate(request, sequence, states, partial(self._alone, cancelled=cancelled))
                 if self._modules is not None:
                     states = partial(forward, scored=False)
-                    return self._modules.generate(request, sequence, states, partial(self._alone, cancelled))
+                    return self._modules.generate(request, sequence, states, partial(self._alone, cancelled=cancelled))
                 return self._generate(request, sequence.length, forward)
             if request.draft_parents is not None:
                 tree = TokenTree(request.draft_tokens, request.draft_parents, request.draft_logits)
@@ -162,9 +171,11 @@ class TorchRuntime:
             sequence.begun = None
 
             def forward(ids: NDArray[np.int32], num_rows: int, head: Callable[[torch.Tensor], T]) -> T:
-                with self._alone(cancelled):
+                def computed() -> T:
                     states = self._model.norm(begin(self._model, sequence, ids, num_layers)[-num_rows:])
                     return head(self._model.scores(states))
+
+                return self._alone(computed, cancelled=cancelled)
 
             return self._generate(request, sequence.length, forward)
 
@@ -182,11 +193,10 @@ class TorchRuntime:
                 self._cache.release(sequence)
                 self._room.notify_all()
 
-    @contextmanager
-    def _alone(self, cancelled: Callable[[], bool]) -> Iterator[None]:
-        """Computing while no forward pass runs."""
-        with self._passes.alone(cancelled), torch.inference_mode():
-            yield
+    def _alone(self, work: Callable[[], T], *, cancelled: Callable[[], bool]) -> T:
+        """What `work` computes while no forward pass runs."""
+        with self._passes.alone(cancelled):
+            return self._here(torch.inference_mode()(work))
 
     def _generate(self, request: EngineRequest, reused: int, forward: Callable[..., Any]) -> EngineResult:
         """Token by token, after `reused` tokens of the input; `forward` is `_forward` behind its sequence."""

@@ -51,6 +51,7 @@ LOG_TAIL_LINES = 15
 _WATCH_PERIOD_S = 1.0
 _MAX_REVIVALS_A_MINUTE = 3
 _POLL_S = 0.1
+_SPINS = 20_000  # how long an OpenMP thread waits awake, in turns of a loop: about .2 ms
 
 
 class ServerFailed(TrtspecError):
@@ -459,6 +460,8 @@ class LocalServer:
             earlier = os.environ.get("LD_LIBRARY_PATH")
             environment["LD_LIBRARY_PATH"] = os.pathsep.join([library_dir, *([earlier] if earlier else [])])
         environment["OMP_NUM_THREADS"] = environment["MKL_NUM_THREADS"] = str(self.num_threads)
+        # Two engines share the cores: one whose threads wait awake for long is in the other's way when it is its turn.
+        environment.setdefault("GOMP_SPINCOUNT", str(_SPINS))
         environment["TOKENIZERS_PARALLELISM"] = "false"
         environment["TRTSPEC_ENGINE_MOUNT"] = self.mount_point
         environment["TRTSPEC_ENGINE_ROOT"] = str(self.engines_root.absolute())

@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -25,6 +26,7 @@ from trtspec.decoding.engine_call import Cancelled, EngineRequest, EngineResult
 from trtspec.decoding.sampling import SamplingParams
 from trtspec.errors import TrtspecError
 from trtspec.runtime.engine import DRAFT_TOKENS_EXTERNAL
+from trtspec.runtime.one_thread import OneThread, without_openmp_threads
 from trtspec.runtime.torch_runtime import TorchRuntime
 from trtspec.triton.check import parameter_faults
 from trtspec.triton.check_engine import engine_faults
@@ -84,13 +86,9 @@ class TritonPythonModel:
         if faults := parameter_faults(config["name"], parameters, "tensorrtllm", "config.pbtxt"):
             raise pb_utils.TritonModelException("\n".join(faults))
         engine_dir = local_engine_dir(parameters.get("gpt_model_path", ""), os.environ)
+        self._one_thread = OneThread()
         try:
-            self._runtime = TorchRuntime(
-                engine_dir,
-                device=os.environ.get("TRTSPEC_DEVICE", "cpu"),
-                kv_cache_bytes=int(parameters.get("trtspec_kv_cache_bytes", DEFAULT_KV_CACHE_BYTES)),
-                num_threads=int(os.environ["OMP_NUM_THREADS"]) if "OMP_NUM_THREADS" in os.environ else None,
-            )
+            self._runtime = self._one_thread(partial(self._loaded, engine_dir, parameters))
         except TrtspecError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         types = {output["name"]: output["data_type"] for output in config["output"]}
@@ -100,9 +98,20 @@ class TritonPythonModel:
         self._parameters = parameters
         self._exclude_input = parameters.get("exclude_input_in_output") == "true"
         self._num_threads = max(1, config["max_batch_size"])
-        self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="engine")
+        self._threads = ThreadPoolExecutor(
+            self._num_threads, thread_name_prefix="engine", initializer=without_openmp_threads
+        )
         self._lock = threading.Lock()
         self._running: dict[str, list[threading.Event]] = {}  # request id -> what stops its requests
+
+    def _loaded(self, engine_dir: Path, parameters: Mapping[str, str]) -> TorchRuntime:
+        return TorchRuntime(
+            engine_dir,
+            device=os.environ.get("TRTSPEC_DEVICE", "cpu"),
+            kv_cache_bytes=int(parameters.get("trtspec_kv_cache_bytes", DEFAULT_KV_CACHE_BYTES)),
+            num_threads=int(os.environ["OMP_NUM_THREADS"]) if "OMP_NUM_THREADS" in os.environ else None,
+            here=self._one_thread,
+        )
 
     def execute(self, requests: list[Any]) -> None:
         """Hand each request to a thread; a `stop` takes effect at once.
@@ -124,6 +133,7 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """Finish what is under way."""
         self._threads.shutdown()
+        self._one_thread.close()
 
     def _accept(self, request: Any, sender: Any) -> _Call | None:
         """What a thread is to run; None for a request that is answered already."""
