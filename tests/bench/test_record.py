@@ -17,7 +17,7 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
-from trtspec.bench.record import overlap, record, siblings
+from trtspec.bench.record import Recorder, overlap, record, siblings
 from trtspec.build.sources import Sources
 from trtspec.cli import main
 from trtspec.decoding.cycle import Generation, Request
@@ -34,6 +34,7 @@ from trtspec.runtime.local import speculate
 from trtspec.runtime.medusa import linear_name, output_name
 from trtspec.runtime.mtp import module_weights
 from trtspec.runtime.torch_runtime import TorchRuntime
+from trtspec.shard import Shard
 from trtspec.spec.load import load_spec
 from trtspec.spec.schema import Spec
 
@@ -423,6 +424,63 @@ def test_two_recordings_of_one_trace_are_refused(spec_of: Callable[..., Spec], t
     record(spec, PROMPTS[:1], tmp_path / "t.jsonl", max_tokens=4, report=report)
 
 
+# ---- dealt out
+
+
+def test_shards_merge_to_the_bytes_of_one_process(
+    spec_of: Callable[..., Spec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three shards of four groups: one complete, one ended in the middle of a group and of a line, one never begun."""
+    monkeypatch.setattr("trtspec.bench.record._GROUP", 1)
+    spec = spec_of(method="draft_target", num_draft_tokens=2)
+    whole, merged, shards = tmp_path / "whole.jsonl", tmp_path / "merged.jsonl", tmp_path / "shards"
+    run = partial(record, spec, PROMPTS, temperatures=(0.0, 1.0), max_tokens=8)
+    run(whole)
+    first = run(merged, shard=Shard(1, 3), shards=shards)
+    assert [(each.number, each.temperature) for each in first.answers] == [(1, 0.0), (1, 1.0), (4, 0.0), (4, 1.0)]
+    with pytest.raises(KeyboardInterrupt):
+        run(merged, shard=Shard(2, 3), shards=shards, report=interrupting(1))
+    with (shards / "2-of-3.jsonl.partial").open("a") as file:
+        file.write('{"number": 2, "cat')
+    assert not merged.exists()
+
+    drawn: list[int] = []
+    answers = Recorder.answers
+    monkeypatch.setattr(Recorder, "answers", lambda *given, **more: drawn.append(1) or answers(*given, **more))
+    notes: list[str] = []
+    run(merged, shards=shards, report=lambda done, total, note: notes.append(note))
+    assert merged.read_bytes() == whole.read_bytes()
+    assert len(drawn) == 2, "the groups of prompts 2 and 3"
+    assert f"shards in {shards}: 5 answers" in notes
+    assert (shards / "1-of-3.jsonl").exists() and (shards / "2-of-3.jsonl.partial").exists(), "nothing is lost"
+
+
+def test_a_shard_goes_on_and_may_have_nothing_to_do(
+    spec_of: Callable[..., Spec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trtspec.bench.record._GROUP", 1)
+    spec = spec_of(method="draft_target", num_draft_tokens=2)
+    run = partial(record, spec, PROMPTS[:3], tmp_path / "t.jsonl", max_tokens=4, shards=tmp_path / "shards")
+    with pytest.raises(KeyboardInterrupt):
+        run(shard=Shard(1, 2), report=interrupting(1))
+    notes: list[str] = []
+    answers = run(shard=Shard(1, 2), report=lambda done, total, note: notes.append(note)).answers
+    assert [each.number for each in answers] == [1, 3]
+    assert any(note.startswith("going on after 1 answers") for note in notes)
+    assert run(shard=Shard(4, 4)).answers == ()
+
+
+def test_shards_of_something_else_are_refused(spec_of: Callable[..., Spec], tmp_path: Path) -> None:
+    spec, shards = spec_of(method="draft_target", num_draft_tokens=2), tmp_path / "shards"
+    run = partial(record, spec, path=tmp_path / "t.jsonl", max_tokens=4, shards=shards)
+    with pytest.raises(TrtspecError, match="no shards here; record them with --shard 1/N"):
+        run(PROMPTS[:2])
+    run(PROMPTS[:2], shard=Shard(1, 1))
+    with pytest.raises(TrtspecError, match=r"1-of-1.jsonl: a shard of other models, prompts or settings"):
+        run(PROMPTS[:3])
+    assert not list(tmp_path.glob("t.jsonl*"))
+
+
 def test_a_trace_of_other_models_is_refused(spec_of: Callable[..., Spec], tmp_path: Path) -> None:
     spec = spec_of(method="draft_target", num_draft_tokens=2)
     trace = record(spec, PROMPTS[:1], tmp_path / "t.jsonl", max_tokens=4)
@@ -536,6 +594,39 @@ def test_the_command(spec_of: Callable[..., Spec], prompt_file: Path, tmp_path: 
     assert shown.exit_code == 0 and "holds these answers already" in shown.stderr
     for words in ("tokens a pass", "95 % interval", "temperature 0.7", "short", f"trace: {tmp_path / 't.jsonl'}"):
         assert words in shown.stdout, shown.stdout
+
+
+def test_the_command_dealt_out(
+    spec_of: Callable[..., Spec], prompt_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trtspec.bench.record._GROUP", 2)
+    spec = spec_of(method="ngram", num_draft_tokens=2)
+    options = ("--prompts", prompt_file, "--max-tokens", 4, "--shards", tmp_path / "shards", "--trace", tmp_path / "t")
+    for shard in ("1/2", "2/2"):
+        result = run(spec.source, *options, "--shard", shard)
+        assert result.exit_code == 0 and result.stdout.startswith(f"shard {shard}: 2 answers"), result.output
+    merged = run(spec.source, *options, "--json")
+    assert merged.exit_code == 0 and json.loads(merged.stdout)["prompts"] == len(PROMPTS), merged.output
+    assert "shards: 4 answers" in merged.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--shard", "5/4", "--shards", "x"], 1, "--shard 5/4: no such shard; expected I/N with I from 1 to N"),
+        (["--shard", "half", "--shards", "x"], 1, "--shard half: no such shard"),
+        (["--shard", "1/4"], 2, "--shard needs --shards"),
+        (["--num-shards", "4"], 2, "need --executor slurm"),
+        (["--time", "4"], 2, "need --executor slurm"),
+        (["--executor", "slurm"], 2, "needs --num-shards"),
+        (["--executor", "slurm", "--shard", "1/2", "--shards", "x"], 2, "does not go with --executor slurm"),
+    ],
+)
+def test_ways_of_dealing_out_that_are_refused(
+    spec_of: Callable[..., Spec], prompt_file: Path, options: list[str], code: int, message: str
+) -> None:
+    result = run(spec_of(method="ngram").source, "--prompts", prompt_file, *options)
+    assert result.exit_code == code and message in result.stderr, result.output
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,8 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setenv("SLURM_DOUBLE", str(home))
     monkeypatch.setattr("trtspec.cluster.build._ASK_S", 0.1)
     monkeypatch.setattr("trtspec.cluster.build._LISTEN_S", 0.05)
+    monkeypatch.setattr("trtspec.cluster.spread._ASK_S", 0.1)
+    monkeypatch.setattr("trtspec.cluster.slurm._LOOK_S", 0.05)
     return Cluster(home)
 
 

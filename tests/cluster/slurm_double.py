@@ -74,13 +74,21 @@ def sbatch(options: dict[str, str], others: list[str], jobs: dict[str, Any], kno
             "script": others[0],
             "task": task,
             "log": re.sub("%%|%a", lambda match, task=task: "%" if match[0] == "%%" else str(task), options["output"]),
-            "needs": [need if kind == "afterok" else f"{need}_{task}" for need in needs.split(":") if need],
+            "needs": [need for need in jobs if _is_needed(need, kind, needs.split(":"), task)],
+            "whatever": kind == "afterany",
             "limit": options.get("time", "UNLIMITED"),
             "state": "PENDING",
             "reason": "None",
         }
     print(number)
     return 0
+
+
+def _is_needed(job: str, kind: str, needs: list[str], task: int | None) -> bool:
+    """Whether a job must have ended: one that is named, or of an array its task of the same number, or all of them."""
+    if kind == "aftercorr":
+        return job in [f"{need}_{task}" for need in needs]
+    return job.split("_")[0] in needs
 
 
 def schedule(jobs: dict[str, Any], knobs: dict[str, Any]) -> None:
@@ -93,6 +101,8 @@ def schedule(jobs: dict[str, Any], knobs: dict[str, Any]) -> None:
         if job["state"] != "PENDING":
             continue
         before = [state["state"] for need, state in jobs.items() if need in job["needs"]]
+        if job["whatever"]:
+            before = [state if state in ("RUNNING", "PENDING") else "COMPLETED" for state in before]
         if any(state not in ("COMPLETED", "RUNNING", "PENDING") for state in before):
             job["state"], job["reason"] = "CANCELLED", "DependencyNeverSatisfied"
         elif any(state != "COMPLETED" for state in before):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -97,6 +98,27 @@ def test_cancelled_build(cluster: Cluster) -> None:
         cluster.node("state=resume")
     assert cluster.ask("squeue", "--noheader", "--states=pending,running") == ""
     assert cluster.build() == EXIT_OK, cluster.said
+
+
+def test_a_run_dealt_out_over_an_array(cluster: Cluster, tmp_path: Path) -> None:
+    """Two shards and a merge; the trace is, to the byte, that of one process."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"river {number}"}) + "\n" for number in range(6)))
+    words = ["bench", "acceptance", str(cluster.project.config), "--prompts", str(prompts), "--max-tokens", "4"]
+
+    def run(name: str, *options: str) -> bytes:
+        trace = tmp_path / name
+        command = [sys.executable, "-m", "trtspec", *words, "--trace", str(trace), *options]
+        done = subprocess.run(command, env=cluster.env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == EXIT_OK, done.stdout + done.stderr
+        assert f"trace: {trace}" in done.stdout
+        if options:
+            assert "shard 2/2: ok" in done.stderr and "merge: ok" in done.stderr
+        return trace.read_bytes()
+
+    assert run("jobs", "--executor", "slurm", "--num-shards", "2", "--partition", "main") == run("here")
+    assert sorted(path.name for path in (tmp_path / "jobs.shards").glob("*.jsonl")) == ["1-of-2.jsonl", "2-of-2.jsonl"]
+    assert ": 6 answers" in (tmp_path / "jobs.shards" / "merge.log").read_text()
 
 
 def test_gpus_are_set_aside_and_what_no_node_has_is_refused(

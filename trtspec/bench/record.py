@@ -1,12 +1,13 @@
 """Recording a trace: the target answers each prompt once, then every proposer of the spec reads along, one pass each.
 
 Why reading along is exact: `plan.acceptance`. Each answer is written as soon as it is there, beside the trace, so that
-an interrupted recording goes on where it ended. Knows models, prompts and the spec; no figures, no clocks.
+an interrupted recording goes on where it ended. A recording may be dealt out over processes: each does whole groups of
+prompts, so that what is answered side by side is what one process answers side by side. Knows models, prompts and the
+spec; no figures, no clocks.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -42,6 +43,7 @@ from trtspec.plan.trace import (
 )
 from trtspec.prompts import Prompt
 from trtspec.runtime.llama import Llama, check_family, load_weights
+from trtspec.shard import WHOLE, Shard, keep_for_this_process
 from trtspec.train import generate
 from trtspec.train.answers import load_target
 from trtspec.train.heads import text_ranks
@@ -70,8 +72,13 @@ def record(
     raw: bool = False,
     seed: int = 0,
     report: Report = lambda done, total, note: None,
+    shard: Shard | None = None,
+    shards: Path | None = None,
 ) -> Trace:
     """The trace in `path`, of these prompts: recorded, gone on with, or read where it is there already.
+
+    With `shards` it takes the answers that shards have recorded, and records those that are missing. On machines of one
+    kind the trace is, to the byte, that of one process.
 
     Args:
         spec: the models, and how it drafts.
@@ -82,10 +89,12 @@ def record(
         raw: leave the chat template out.
         seed: of the sampling.
         report: see `Report`.
+        shard: records its part alone, into `shards`, and gives that out; `path` is not touched.
+        shards: directory of what shards record.
 
     Raises:
-        TrtspecError: models that do not fit each other or cannot be followed, prompts that are too long, or another
-            process that records the same trace.
+        TrtspecError: models that do not fit each other or cannot be followed, prompts that are too long, another
+            process that records the same trace, or shards of something else.
     """
     recorder = Recorder(spec, raw=raw)
     asked = [recorder.encoded(prompt, max_tokens) for prompt in prompts]
@@ -103,30 +112,40 @@ def record(
         made_of=hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest(),
     )
     header = line(trace.header()).encode()
+    if shard is not None:
+        assert shards is not None
+        path = shards / shard.file_name
     if path.is_file() and _header_of(path) == header:
         report(0, 0, f"{path} holds these answers already")
         return read_trace(path)
+    given = _given(shards, header, report) if shards is not None and shard is None else {}
     wanted = [(at, temperature) for at in range(len(prompts)) for temperature in temperatures]
+    size = _GROUP * len(temperatures)
+    begins = list((shard or WHOLE).mine(range(0, len(wanted), size)))
+    if not begins:  # there are more shards than groups
+        return trace
+    total = sum(len(wanted[begin : begin + size]) for begin in begins)
     with _partial(path, header, report) as (file, done):
-        size = _GROUP * len(temperatures)
         count = len(done)
-        for begin in range(0, len(wanted), size):
+        for begin in begins:
             group = wanted[begin : begin + size]
-            if all((prompts[at].number, temperature) in done for at, temperature in group):
-                continue
-            report(count, len(wanted), "the target answers")
-            # A group that was interrupted is drawn again as a whole: then its answers are those of an unbroken run.
-            plans = [(asked[at], temperature, max_tokens) for at, temperature in group]
-            texts = recorder.answers(plans, seed=seed * 1_000_003 + begin)
-            for (at, temperature), tokens in zip(group, texts, strict=True):
-                if (prompts[at].number, temperature) in done:
+            keys = [(prompts[at].number, temperature) for at, temperature in group]
+            texts: list[list[int]] = [[] for _ in group]
+            if not all(key in done or key in given for key in keys):
+                report(count, total, "the target answers")
+                # A group that was interrupted is drawn again as a whole: then its answers are those of an unbroken run.
+                plans = [(asked[at], temperature, max_tokens) for at, temperature in group]
+                texts = recorder.answers(plans, seed=seed * 1_000_003 + begin)
+            for (at, temperature), key, tokens in zip(group, keys, texts, strict=True):
+                if key in done:
                     continue
-                report(count, len(wanted), "the proposers read along")
-                answer = recorder.followed(prompts[at], asked[at], tokens, temperature, seed)
-                file.write(line(answer.to_json()).encode())
+                if key not in given:
+                    report(count, total, "the proposers read along")
+                    answer = recorder.followed(prompts[at], asked[at], tokens, temperature, seed)
+                file.write(given[key] if key in given else line(answer.to_json()).encode())
                 file.flush()
                 count += 1
-        report(count, len(wanted), "done")
+        report(count, total, "done")
     os.replace(_beside(path), path)
     return read_trace(path)
 
@@ -546,23 +565,15 @@ def _partial(path: Path, header: bytes, report: Report) -> Iterator[tuple[IO[byt
     beside = _beside(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with beside.open("a+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise TrtspecError("another process records this trace", where=str(beside)) from error
+        keep_for_this_process(file, "records this trace")
         file.seek(0)
-        first, kept = file.readline(), file.tell()
+        first = file.readline()
         done: set[tuple[int, float]] = set()
         if first == header:
-            while text := file.readline():
-                try:
-                    answer = parsed([header.decode(), text.decode()], str(beside)).answers[0]
-                except (TrtspecError, UnicodeDecodeError):
-                    break  # an end cut it off
-                if not text.endswith(b"\n"):
-                    break
-                done.add((answer.number, answer.temperature))
-                kept = file.tell()
+            kept = len(header)
+            for key, text in _whole_answers(file, header, str(beside)):
+                done.add(key)
+                kept += len(text)
             file.truncate(kept)
             if done:
                 report(len(done), 0, f"going on after {len(done)} answers in {beside}")
@@ -573,3 +584,38 @@ def _partial(path: Path, header: bytes, report: Report) -> Iterator[tuple[IO[byt
             file.write(header)
             file.flush()
         yield file, done
+
+
+def _whole_answers(file: IO[bytes], header: bytes, where: str) -> Iterator[tuple[tuple[int, float], bytes]]:
+    """Prompt and temperature of each answer behind the header, and its line; up to one that an end cut off."""
+    while (text := file.readline()).endswith(b"\n"):
+        try:
+            answer = parsed([header.decode(), text.decode()], where).answers[0]
+        except (TrtspecError, UnicodeDecodeError):
+            return
+        yield (answer.number, answer.temperature), text
+
+
+def _given(shards: Path, header: bytes, report: Report) -> dict[tuple[int, float], bytes]:
+    """Lines that shards have recorded, whole ones and interrupted ones, by prompt and temperature.
+
+    Raises:
+        TrtspecError: no such directory, or shards of something else.
+    """
+    if not shards.is_dir():
+        raise TrtspecError(
+            "no shards here", where=str(shards), fix="record them with --shard 1/N, 2/N, ..., and the same --shards"
+        )
+    given: dict[tuple[int, float], bytes] = {}
+    paths = sorted(path for pattern in ("*.jsonl", "*.jsonl.partial") for path in shards.glob(pattern))
+    for path in paths:
+        with path.open("rb") as file:
+            if (first := file.readline()).endswith(b"\n") and first != header:
+                raise TrtspecError(
+                    "a shard of other models, prompts or settings",
+                    where=str(path),
+                    fix="say what it was recorded with, or remove it",
+                )
+            given |= _whole_answers(file, header, str(path))
+    report(0, 0, f"shards in {shards}: {len(given)} answers")
+    return given

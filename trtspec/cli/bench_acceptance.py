@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trtspec.cli.common import config_argument, load, set_option
+from trtspec.cli.spreading import Spreading, spreading_options
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     help="Where the trace is written, for `trtspec plan` [default: .cache/plan/NAME.trace.jsonl].",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@spreading_options
 def acceptance(
     config: Path,
     overrides: tuple[str, ...],
@@ -52,30 +54,49 @@ def acceptance(
     raw: bool,
     trace: Path | None,
     as_json: bool,
+    spreading: Spreading,
 ) -> None:
     """Let the target of CONFIG answer prompts once, and its drafts read along; nothing needs to be built.
 
     All figures come from the recorded trace: acceptance length (tokens a target pass), rate and survival for every
     draft length, for trees and cascades, by category. The intervals are at 95 % over prompts. Interrupted, the same
-    command goes on.
+    command goes on. Dealt out over several processes (--shard, or --executor slurm) the trace is that of one.
     """
     from trtspec.bench.figures import figures
     from trtspec.bench.record import record
     from trtspec.plan.drafting import Drafting
     from trtspec.prompts import read_prompts, spread
 
+    spreading.check()
+    part = spreading.part
     spec = load(config, overrides)
     drafting = Drafting.of(spec)
     chosen = spread(read_prompts(prompts, chats=True), num_prompts)
     path = trace or Path(".cache/plan") / f"{spec.name}.trace.jsonl"
+    if spreading.executor == "slurm":
+        directory = path.with_name(f"{path.name}.shards")
+        spreading.run_on_slurm(spec, prompts, f"{spec.name}-acceptance", directory, num_gpus=1)
+        return
     try:
         with _progress() as report:
             recorded = record(
-                spec, chosen, path, temperatures=temperatures or (0.0,), max_tokens=max_tokens, raw=raw, report=report
+                spec,
+                chosen,
+                path,
+                temperatures=temperatures or (0.0,),
+                max_tokens=max_tokens,
+                raw=raw,
+                report=report,
+                shard=part,
+                shards=spreading.shards,
             )
     except KeyboardInterrupt:
-        click.echo(f"what is measured is kept in {path}.partial; the same command goes on from there", err=True)
+        kept = spreading.shards / part.file_name if part and spreading.shards else path
+        click.echo(f"what is measured is kept in {kept}.partial; the same command goes on from there", err=True)
         raise
+    if part:
+        click.echo(f"shard {part}: {len(recorded.answers)} answers in {spreading.shards}")
+        return
     found = figures(recorded, drafting) | {"trace": str(path)}
     if as_json:
         click.echo(json.dumps(found))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trtspec.cli.common import load, set_option
+from trtspec.cli.spreading import slurm_options as options_of_jobs
 from trtspec.errors import TrtspecError
 
 if TYPE_CHECKING:
@@ -34,17 +35,7 @@ if TYPE_CHECKING:
     help="Where the steps run: here, or as jobs on a Slurm cluster, one engine a job. The same command again follows "
     "jobs that are under way.",
 )
-@click.option("--partition", help="Slurm: partition of the jobs.")
-@click.option("--account", help="Slurm: account that the jobs are charged to.")
-@click.option("--time", "time_limit", metavar="LIMIT", help="Slurm: time limit of each job, such as 2:00:00.")
-@click.option(
-    "--slurm-option",
-    "slurm_options",
-    metavar="KEY=VALUE",
-    multiple=True,
-    help="Slurm: another option of sbatch for the jobs (repeatable), such as mem=64G or gres=gpu:h100:2.",
-)
-@click.option("--cancel", is_flag=True, help="Slurm: end the jobs of this build; finished steps are kept.")
+@options_of_jobs
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
 def build(
     configs: tuple[Path, ...],

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from trtspec.cli.common import load, set_option
+from trtspec.cli.spreading import Spreading, spreading_options
 from trtspec.errors import EXIT_PARITY_FAILED
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def _check_names(ctx: click.Context, option: click.Parameter, values: tuple[str,
     help="Write the report here: .json, .xml (JUnit), .html, or a folder for all of them, traces, and a script that "
     "reproduces each fault.",
 )
+@spreading_options
 @click.pass_context
 def parity(
     ctx: click.Context,
@@ -113,11 +115,16 @@ def parity(
     if_changed: bool,
     as_json: bool,
     report: Path | None,
+    spreading: Spreading,
 ) -> None:
     """Check that what was built from CONFIG, or a server without it, answers as the reference sampler does.
 
     Returns 0 if it does (rounding ties are shown and pass), 3 if a check found a fault, 1 if it could not be checked.
+    Dealt out over several processes (--shard, or --executor slurm), the report is that of one: shards answer what is
+    known to be asked, and one process judges.
     """
+    spreading.check()
+    part, on_slurm = spreading.part, spreading.executor == "slurm"
     if target and config:
         raise click.UsageError("--target is for a server without a spec, and CONFIG names the target itself")
     if not config and not url:
@@ -135,6 +142,10 @@ def parity(
             raise click.UsageError(f"--check {name} is no check of --subject {', '.join(subjects)}")
     if if_changed and (as_json or report):
         raise click.UsageError("--if-changed may show an earlier verdict, of which there is no report")
+    if (part or on_slurm) and (only_plan or if_changed or not config):
+        raise click.UsageError("dealing out needs CONFIG, and goes with neither --plan nor --if-changed")
+    if part and (as_json or report):
+        raise click.UsageError("a shard has no report; ask for it where the shards are put together: without --shard")
     given = {"num_prompts": num_prompts, "max_tokens": max_tokens, "prompts": prompts and prompts.resolve()}
     overrides += tuple(f"parity.{key}={value}" for key, value in given.items() if value is not None)
     spec = _spec(config, url or "", target, overrides)
@@ -142,7 +153,7 @@ def parity(
     from trtspec.parity import record
     from trtspec.parity import report as reports
     from trtspec.parity.report import text
-    from trtspec.parity.suite import Selection, command, plan, run, server_url
+    from trtspec.parity.suite import Selection, answer_shard, check_dealt_out, command, plan, run, server_url
 
     if report is not None:
         reports.check_path(report)
@@ -153,7 +164,7 @@ def parity(
     )
     selection = Selection(
         subjects=subjects or (("server",) if url else usual),
-        if_running=not subjects and not url,
+        if_running=not (subjects or url or part),
         url=url,
         target=target,
         checks=checks or (*CHECKS, *CHECKPOINT_CHECKS),
@@ -161,7 +172,21 @@ def parity(
         budget=budget,
         trace=trace,
         traces=report if report is not None and reports.is_folder(report) else None,
+        shards=spreading.shards,
     )
+    if on_slurm:
+        check_dealt_out(spec, selection)
+        directory = spec.engines_dir / ".parity-shards"
+        name, num_gpus = f"{spec.name}-parity", spec.hardware.num_gpus
+        spreading.run_on_slurm(spec, spec.prompts_path, name, directory, num_gpus, of_merge=("as_json", "report"))
+        return
+    if part:
+        with progress() as observer:
+            recorded = answer_shard(spec, selection, part, observer)
+        click.echo("\n".join(recorded))
+        return
+    if spreading.shards and not set(selection.subjects) & {"engines", "runner"}:
+        raise click.UsageError("--shards has answers of --subject engines or runner, and neither is checked")
     if only_plan:
         click.echo("\n".join(plan(spec, selection)))
         return
@@ -207,7 +232,7 @@ class _Lines:
 
     def started(self, check: str, subject: str) -> None:
         """Says what takes long before there is anything to see."""
-        if check == "reference":
+        if check in ("reference", "shards"):
             click.echo(f"{check}: {subject}")
 
     def advance(self, fraction: float) -> None:

@@ -32,7 +32,7 @@ _ASK_S = 2.0  # between two questions to Slurm
 _LAG_S = 20.0  # that a result may take to appear here after its job has ended elsewhere
 _SILENCE_S = 300.0  # that Slurm may not answer while jobs are followed
 _SUBMITTING_S = 15.0  # that another process may take to submit what we then follow
-_ENDING_S = 120.0  # that cancelled jobs may take to end
+_AGAIN = "run this again, what is finished is kept"
 
 
 @dataclass(frozen=True)
@@ -145,15 +145,7 @@ def cancel(requests: Sequence[Request], say: Callable[[str], None]) -> None:
     found = [each for each in (jobs.read(request.engines_dir) for request in requests) if each]
     states = slurm.states([each for submission in found for each in submission.ids])
     active = [job for job, state in states.items() if state.is_active]
-    if active:
-        slurm.cancel(active)
-        deadline = time.monotonic() + _ENDING_S
-        while left := [job for job, state in slurm.states(active).items() if state.is_active]:
-            if time.monotonic() > deadline:
-                raise TrtspecError(
-                    f"jobs {', '.join(left)} have not ended after {_ENDING_S:.0f} s", fix="look at them with squeue"
-                )
-            time.sleep(_LISTEN_S)
+    slurm.end(active)
     for submission in found:
         jobs.settle(submission.engines_dir)
     say(f"cancelled jobs {', '.join(active)}; finished steps are kept" if active else "no jobs to cancel")
@@ -381,7 +373,7 @@ class _Followed:
         began = self._ended_at.setdefault(job.name, time.monotonic())
         lagging = state.state in ("COMPLETED", "FAILED", "") and time.monotonic() - began < _LAG_S
         if not lagging:
-            self._end(job, self._explained(job, state))
+            self._end(job, slurm.ending(f"job {job.id} ({job.name})", state, Path(job.log), _AGAIN))
 
     def _failed(self, name: str) -> bool:
         """Whether not every step of a job that is over was good."""
@@ -401,39 +393,10 @@ class _Followed:
             self._outcomes[step] = outcome or Outcome(step, SKIPPED, "an earlier step failed")
 
     def _tell_reason(self, job: Job, reason: str) -> None:
-        if reason in ("", "Dependency", "Priority", "None", self._told.get(job.name)):
+        if not slurm.is_telling(reason) or reason == self._told.get(job.name):
             return
         self._told[job.name] = reason
-        nodes = slurm.drained_because(self._partition) if "Nodes" in reason or "Node" in reason else ""
-        self._observer.note(job.name, f"job {job.id} waits: {reason}" + (f" ({nodes})" if nodes else ""))
-
-    def _explained(self, job: Job, state: JobState) -> TrtspecError:
-        """Why a job ended without a result."""
-        who = f"job {job.id} ({job.name})"
-        again = "run this again, what is finished is kept"
-        where = job.log
-        if state.state == "TIMEOUT":
-            return TrtspecError(
-                f"{who} was ended by its time limit of {state.time_limit}", fix=f"{again}; give it more with --time"
-            )
-        if state.state == "CANCELLED":
-            return TrtspecError(f"{who} was cancelled", fix=again)
-        if state.state == "OUT_OF_MEMORY":
-            return TrtspecError(f"{who} ran out of memory", fix=f"{again}; give it more with --slurm-option mem=SIZE")
-        if state.state in ("NODE_FAIL", "BOOT_FAIL"):
-            return TrtspecError(f"the node of {who} failed", fix=again)
-        if state.state in ("PREEMPTED", "DEADLINE", "REVOKED"):
-            return TrtspecError(f"{who} was ended by Slurm ({state.state})", fix=again)
-        how = f"ended ({state.state})" if state.state else "has ended, and Slurm has forgotten how,"
-        return TrtspecError(f"{who} {how} without a result: {_last_line(Path(where))}", where=where, fix=again)
-
-
-def _last_line(log: Path) -> str:
-    try:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return "it has left no log"
-    return next((line.strip() for line in reversed(lines) if line.strip()), "its log is empty")
+        self._observer.note(job.name, slurm.waiting(job.id, reason, self._partition))
 
 
 def _follow(followed: Mapping[int, _Followed]) -> Iterator[tuple[int, Report]]:

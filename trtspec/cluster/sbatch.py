@@ -22,11 +22,16 @@ def script(title: str, commands: Sequence[Sequence[str]]) -> str:
     return f'{head}case "$SLURM_ARRAY_TASK_ID" in\n{cases}esac\n'
 
 
-def telling_script(title: str, command: Sequence[str], code: Path) -> str:
-    """A script that runs a command, and writes its exit code to a file when it has ended."""
+def telling_script(title: str, command: Sequence[str], out: Path, code: Path) -> str:
+    """A script that runs a command, puts what it prints into a file, and its exit code into another when it has ended.
+
+    Messages and errors are left to the job's log.
+    """
+    written = shlex.quote(f"{code}.tmp")
     return (
-        f"#!/bin/bash\n# {' '.join(title.split())}\ncode=0\n{shlex.join(command)} || code=$?\n"
-        f'echo "$code" >{shlex.quote(f"{code}.tmp")}\nmv {shlex.quote(f"{code}.tmp")} {shlex.quote(str(code))}\n'
+        f"#!/bin/bash\n# {' '.join(title.split())}\ncode=0\n"
+        f"{shlex.join(command)} >{shlex.quote(str(out))} || code=$?\n"
+        f'echo "$code" >{written}\nmv {written} {shlex.quote(str(code))}\n'
         'exit "$code"\n'
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,8 @@ from pathlib import Path
 from trtspec.errors import TrtspecError
 
 _DEADLINE_S = 60.0
+_ENDING_S = 120.0  # that cancelled jobs may take to end
+_LOOK_S = 0.5  # between two looks whether they have
 _WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 _ACTIVE = {*_WAITING, "RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT", "COMPLETING"}
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|infinite|unlimited", re.IGNORECASE)
@@ -180,6 +183,69 @@ def cancel(ids: Sequence[str]) -> None:
         SlurmError: Slurm's reason, such as another user's job.
     """
     _ask(["scancel", *ids])
+
+
+def end(ids: Sequence[str]) -> None:
+    """Cancel jobs, and wait until they have ended.
+
+    Raises:
+        TrtspecError: Slurm refuses, or they have not ended after two minutes.
+    """
+    if not ids:
+        return
+    cancel(ids)
+    deadline = time.monotonic() + _ENDING_S
+    while left := [job for job, state in states(ids).items() if state.is_active]:
+        if time.monotonic() > deadline:
+            raise TrtspecError(
+                f"jobs {', '.join(left)} have not ended after {_ENDING_S:.0f} s", fix="look at them with squeue"
+            )
+        time.sleep(_LOOK_S)
+
+
+def is_telling(reason: str) -> bool:
+    """Whether a reason for waiting says more than that others are first."""
+    return reason not in ("", "None", "Dependency", "Priority")
+
+
+def waiting(job: str, reason: str, partition: str | None) -> str:
+    """Why a job waits, with what is wrong with the nodes of its partition."""
+    nodes = drained_because(partition) if "Node" in reason else ""
+    return f"job {job} waits: {reason}" + (f" ({nodes})" if nodes else "")
+
+
+def ending(who: str, state: JobState, log: Path, again: str) -> TrtspecError:
+    """Why a job ended without a result.
+
+    Args:
+        who: the job.
+        state: how it ended.
+        log: what it printed.
+        again: what to do.
+    """
+    if state.state == "TIMEOUT":
+        return TrtspecError(
+            f"{who} was ended by its time limit of {state.time_limit}", fix=f"{again}; give it more with --time"
+        )
+    if state.state == "CANCELLED":
+        return TrtspecError(f"{who} was cancelled", fix=again)
+    if state.state == "OUT_OF_MEMORY":
+        return TrtspecError(f"{who} ran out of memory", fix=f"{again}; give it more with --slurm-option mem=SIZE")
+    if state.state in ("NODE_FAIL", "BOOT_FAIL"):
+        return TrtspecError(f"the node of {who} failed", fix=again)
+    if state.state in ("PREEMPTED", "DEADLINE", "REVOKED"):
+        return TrtspecError(f"{who} was ended by Slurm ({state.state})", fix=again)
+    how = f"ended ({state.state})" if state.state else "has ended, and Slurm has forgotten how,"
+    return TrtspecError(f"{who} {how} without a result: {last_line(log)}", where=str(log), fix=again)
+
+
+def last_line(log: Path) -> str:
+    """The last line of what a job printed, or that there is none."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return "it has left no log"
+    return next((line.strip() for line in reversed(lines) if line.strip()), "its log is empty")
 
 
 def drained_because(partition: str | None = None) -> str:

@@ -17,7 +17,7 @@ from trtspec.parity import statistics
 from trtspec.parity.result import Check, Finding, Verdict, worst
 from trtspec.parity.sampled import BLIND
 from trtspec.parity.statistics import Evidence
-from trtspec.parity.subjects import Subject, Unsupported
+from trtspec.parity.subjects import Query, Subject, Unsupported
 from trtspec.parity.trial import Case, Trial
 
 DRAWS = "draws"
@@ -98,6 +98,11 @@ def check_draws(trial: Trial, subject: Subject) -> Check:
     )
 
 
+def queries(trial: Trial) -> Iterator[Query]:
+    """What the check asks, whatever the answers are."""
+    return (query for _, query in _queries(trial, _tallies(trial))) if trial.num_draws else iter(())
+
+
 def _tallies(trial: Trial) -> list[_Tally]:
     """Empty ones for the prompts with the least certain first tokens, as many as the draws suffice for."""
     laws = sorted(((case, _next(trial, case, ())) for case in trial.cases), key=lambda pair: float(pair[1].max()))
@@ -114,25 +119,28 @@ def _tallies(trial: Trial) -> list[_Tally]:
 
 def _count(trial: Trial, subject: Subject, tallies: Sequence[_Tally]) -> Iterator[Finding]:
     """Draw all answers; stops at one that cannot be counted."""
-    done, total = 0, sum(tally.num for tally in tallies)
+    total = sum(tally.num for tally in tallies)
+    for done, (tally, query) in enumerate(_queries(trial, tallies), 1):
+        try:
+            answer = subject.generate(query)
+        except Unsupported:
+            raise
+        except TrtspecError as error:
+            yield trial.refused(DRAWS, subject.name, tally.case, error)
+            return
+        indices = [trial.yardstick.index(token) for token in answer.tokens[:2]]
+        if not indices or not all(0 <= index < len(tally.first) for index in indices):
+            yield trial.fault(DRAWS, subject.name, tally.case, 0, f"answered {answer.tokens}")
+            return
+        tally.add(indices[0], indices[1] if len(indices) == 2 else None)
+        trial.advance(done / total)
+
+
+def _queries(trial: Trial, tallies: Sequence[_Tally]) -> Iterator[tuple[_Tally, Query]]:
     for tally in tallies:
         for number in range(tally.num):
             sampling = replace(trial.samplings[0], seed=trial.request_seed(tally.case.number, number, 2))
-            query = trial.query(tally.case, sampling, min(1, trial.num_draft_tokens), max_tokens=2)
-            try:
-                answer = subject.generate(query)
-            except Unsupported:
-                raise
-            except TrtspecError as error:
-                yield trial.refused(DRAWS, subject.name, tally.case, error)
-                return
-            indices = [trial.yardstick.index(token) for token in answer.tokens[:2]]
-            if not indices or not all(0 <= index < len(tally.first) for index in indices):
-                yield trial.fault(DRAWS, subject.name, tally.case, 0, f"answered {answer.tokens}")
-                return
-            tally.add(indices[0], indices[1] if len(indices) == 2 else None)
-            done += 1
-            trial.advance(done / total)
+            yield tally, trial.query(tally.case, sampling, min(1, trial.num_draft_tokens), max_tokens=2)
 
 
 def _seconds(tallies: Sequence[_Tally]) -> Iterator[tuple[np.ndarray, np.ndarray]]:

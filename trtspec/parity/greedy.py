@@ -8,7 +8,7 @@ logit for that token: a tie where rounding can explain it, else a fault. Knows n
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from trtspec.decoding.sampling import SamplingParams
 from trtspec.errors import TrtspecError
 from trtspec.parity.result import Check, Choice, Finding, Verdict, worst
-from trtspec.parity.subjects import Answer, Subject, Unsupported
+from trtspec.parity.subjects import Answer, Query, Subject, Unsupported
 from trtspec.parity.trial import Case, Trial
 
 GREEDY = "greedy"
@@ -57,8 +57,7 @@ def check_greedy(trial: Trial, subject: Subject) -> Check:
     answers: dict[Case, Answer] = {}
     judged: dict[Case, list[Judged]] = {}
     findings: list[Finding] = []
-    for done, case in enumerate(trial.cases, 1):
-        query = trial.query(case, SamplingParams(), trial.num_draft_tokens)
+    for done, (case, query) in enumerate(zip(trial.cases, queries(trial), strict=True), 1):
         try:
             answer = subject.generate(query)
         except Unsupported as error:
@@ -78,6 +77,11 @@ def check_greedy(trial: Trial, subject: Subject) -> Check:
     tokens = [token for of_case in judged.values() for token in of_case]
     findings += _systematic(trial, subject.name, tokens)
     return _check(trial, subject.name, answers, judged, findings)
+
+
+def queries(trial: Trial) -> Iterator[Query]:
+    """What the check asks, whatever the answers are."""
+    return (trial.query(case, SamplingParams(), trial.num_draft_tokens) for case in trial.cases)
 
 
 def judge(trial: Trial, case: Case, tokens: Sequence[int]) -> list[Judged]:

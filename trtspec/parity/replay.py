@@ -21,12 +21,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from trtspec.errors import TrtspecError
 from trtspec.parity.greedy import GREEDY
 from trtspec.parity.result import Check, Finding, Verdict, worst
-from trtspec.parity.sampled import SAMPLED, Transforms, judge
+from trtspec.parity.sampled import SAMPLED, judge, transforms_of
 from trtspec.parity.statistics import holm
 from trtspec.parity.subjects import Cycle, Draw
 from trtspec.parity.trace import Note, Record, Trace
@@ -88,7 +87,7 @@ def _sampled(subject: str, notes: Sequence[Note]) -> Check:
     """Transforms, tested again."""
     last = notes[-1].record
     tokens = [token for note in notes for token in note.record["tokens"]][: int(last["num_samples"])]
-    stream = [Transforms(**{name: _read(value) for name, value in token.items()}) for token in tokens]
+    stream = [transforms_of(token) for token in tokens]
     evidence = judge(stream, int(last["settings"]))
     rejected = holm([test.p_value for test in evidence], float(last["alpha"]))
     findings = tuple(
@@ -183,10 +182,3 @@ def _finding(
 ) -> Finding:
     where = "" if answer is None else f"answer {answer} of the trace, token {position}: "
     return Finding(prompt, position, verdict, f"{where}{problem}", reproduce="")
-
-
-def _read(value: Any) -> Any:
-    """As it was before JSON: tuples, and numbers that JSON does not have."""
-    if isinstance(value, list):
-        return tuple(_read(item) for item in value)
-    return float(value) if isinstance(value, str) else value

@@ -27,8 +27,10 @@ from trtspec.parity import power, statistics
 from trtspec.parity.result import Check, Finding, Verdict, worst
 from trtspec.parity.statistics import NO_MOMENTS, Evidence, Moments
 from trtspec.parity.subjects import END, Answer, Query, Subject, Unsupported
+from trtspec.parity.trace import unplain
 from trtspec.parity.trial import Case, Trial, afresh
 from trtspec.parity.yardstick import Yardstick
+from trtspec.shard import WHOLE, Shard
 
 SAMPLED = "sampled"
 HYPOTHESIS = "each sampled token is a draw from the reference's distribution given the tokens before it"
@@ -138,6 +140,14 @@ class Transforms:
     faults: tuple[float, ...] = (1.0,) * len(Fault)
 
 
+_Numbered = tuple[int, tuple[Case, int, Query]]  # a conversation: prompt, setting and query, behind its number
+
+
+def transforms_of(record: Mapping[str, Any]) -> Transforms:
+    """The transforms in a note; KeyError, TypeError or ValueError for anything else."""
+    return Transforms(**{name: unplain(value) for name, value in record.items()})
+
+
 class _Test(NamedTuple):
     """A test of the battery, and which tokens push it the way it deviates, bool `[n]`."""
 
@@ -199,6 +209,22 @@ def collect(trial: Trial, subject: Subject) -> tuple[list[Transforms], list[Find
         if len(stream) >= trial.num_samples or _num_faults(findings) >= _MAX_FAULTS:
             break
     return stream[: trial.num_samples], findings
+
+
+def share(trial: Trial, subject: Subject, shard: Shard) -> None:
+    """One shard's part of the conversations, answered and transformed, which the check then takes (`Trial.noted`).
+
+    So many that all shards together have `num_samples` tokens. Which of the conversations the check will need depends
+    on how long they all are: it asks for the few that no shard has.
+    """
+    wanted, num = -(-trial.num_samples // shard.of), 0
+    findings: list[Finding] = []
+    for tokens, problems in _answers(trial, subject, {}, shard):
+        num += len(tokens)
+        findings += problems
+        trial.advance(min(1.0, num / wanted))
+        if num >= wanted or _num_faults(findings) >= _MAX_FAULTS:
+            return
 
 
 def conversations(trial: Trial) -> Iterator[tuple[Case, int, Query]]:
@@ -546,15 +572,15 @@ class _Looks:
 
 
 def _answers(
-    trial: Trial, subject: Subject, refused: dict[int, str]
+    trial: Trial, subject: Subject, refused: dict[int, str], shard: Shard = WHOLE
 ) -> Iterator[tuple[list[Transforms], list[Finding]]]:
-    """Transforms and faults of one conversation after the other.
+    """Transforms and faults of one conversation after the other; those of a shard, where one is given.
 
-    Settings that the subject cannot honour are left out, with the reason in `refused`; ends when all are.
+    Settings that the subject cannot honour are left out, with the reason in `refused`; ends when all are. What comes of
+    a conversation depends on its number and its answer alone, so it does not matter which process transforms it.
     """
-    rng = np.random.default_rng((trial.seed, 1))
-    asked = enumerate(_ahead(subject, conversations(trial), lambda setting: setting in refused))
-    for number, ((case, setting, query), generate) in asked:
+    asked = shard.mine(enumerate(conversations(trial)))
+    for (number, (case, setting, query)), generate in _ahead(subject, asked, lambda setting: setting in refused):
         if len(refused) == len(trial.samplings):
             return
         if setting in refused:
@@ -567,14 +593,21 @@ def _answers(
         except TrtspecError as error:
             yield [], [trial.refused(SAMPLED, subject.name, case, error)]
             continue
-        tokens, problems = transforms(trial, subject.name, case, query, answer, rng)
-        tokens = [replace(token, conversation=number, setting=setting) for token in tokens]
+        known = trial.noted(SAMPLED, query)
+        if known is not None and known.get("faults") == 0:
+            tokens = [transforms_of(token) for token in known["tokens"]]
+            problems: list[Finding] = []
+        else:
+            rng = np.random.default_rng((trial.seed, 1, number))
+            tokens, problems = transforms(trial, subject.name, case, query, answer, rng)
+            tokens = [replace(token, conversation=number, setting=setting) for token in tokens]
         trial.note(
             SAMPLED,
             {
                 "prompt": case.number,
                 "seed": query.sampling.seed,
                 "tokens": [vars(token).copy() for token in tokens],
+                "faults": len(problems),
                 "settings": len(trial.samplings),
                 "num_samples": trial.num_samples,
                 "alpha": trial.alpha,
@@ -584,16 +617,16 @@ def _answers(
 
 
 def _ahead(
-    subject: Subject, queries: Iterable[tuple[Case, int, Query]], needless: Callable[[int], bool]
-) -> Iterator[tuple[tuple[Case, int, Query], Callable[[], Answer]]]:
-    """Each query with what gives its answer, while those of the next ones are made: engines answer several at once.
+    subject: Subject, conversations: Iterable[_Numbered], needless: Callable[[int], bool]
+) -> Iterator[tuple[_Numbered, Callable[[], Answer]]]:
+    """Each conversation with what gives its answer, while the next ones are made: engines answer several at once.
 
     Only of a subject with a memory, which has the answer when it is asked in the thread that takes notes of it.
     """
     if afresh(subject) is subject:
-        yield from ((query, partial(subject.generate, query[2])) for query in queries)
+        yield from ((each, partial(subject.generate, each[1][2])) for each in conversations)
         return
-    waiting: deque[tuple[tuple[Case, int, Query], Future[Answer] | None]] = deque()
+    waiting: deque[tuple[_Numbered, Future[Answer] | None]] = deque()
     threads = ThreadPoolExecutor(_AHEAD, thread_name_prefix="sampled")
 
     def remembered(answer: Future[Answer] | None, query: Query) -> Answer:
@@ -602,11 +635,12 @@ def _ahead(
         return subject.generate(query)
 
     try:
-        for query in queries:
-            waiting.append((query, None if needless(query[1]) else threads.submit(subject.generate, query[2])))
+        for each in conversations:
+            _, (_, setting, query) = each
+            waiting.append((each, None if needless(setting) else threads.submit(subject.generate, query)))
             if len(waiting) >= _AHEAD:
                 first, answer = waiting.popleft()
-                yield first, partial(remembered, answer, first[2])
+                yield first, partial(remembered, answer, first[1][2])
     finally:
         threads.shutdown(cancel_futures=True)
 

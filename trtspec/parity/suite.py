@@ -7,7 +7,6 @@ nor how a report looks.
 from __future__ import annotations
 
 import shlex
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,20 +14,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from trtspec.build.fingerprint import digest
 from trtspec.build.sources import Sources
 from trtspec.errors import TrtspecError
-from trtspec.parity import power, sampled
+from trtspec.parity import power, sampled, shards
 from trtspec.parity.checkpoint import CHECKPOINT_CHECKS, CheckpointChecks, CheckpointTrial
 from trtspec.parity.checks import CHECKS
 from trtspec.parity.draws import DRAWS
 from trtspec.parity.result import Check, Report, Verdict
 from trtspec.parity.sampled import SAMPLED
 from trtspec.parity.served import described
-from trtspec.parity.subjects import Answer, Query, Subject
 from trtspec.parity.trace import Recorder, Remembering
 from trtspec.parity.trial import Trial
 from trtspec.parity.workbench import (
+    ENGINES,
     REMOTE,
+    RUNNER,
     SERVER,
     TRACE,
     Circumstances,
@@ -41,6 +42,7 @@ from trtspec.parity.workbench import (
 from trtspec.parity.yardstick import Yardstick
 from trtspec.prompts import Prompt, read_prompts, spread
 from trtspec.runtime.engine import EngineConfig
+from trtspec.shard import Shard
 from trtspec.spec.schema import Spec
 from trtspec.triton.server import state_dir_of
 from trtspec.triton.server_state import connect_host, running
@@ -76,6 +78,7 @@ class Selection:
         budget: what the sampled check may cost, as text that `power.Budget` reads; None: what the spec says.
         trace: file that the subject `trace` answers from.
         traces: folder that the traces of this run go to; None: they are not kept.
+        shards: folder of what shards have recorded, or record; None: everything is asked here.
     """
 
     subjects: tuple[str, ...]
@@ -87,6 +90,7 @@ class Selection:
     budget: str | None = None
     trace: Path | None = None
     traces: Path | None = None
+    shards: Path | None = None
 
     def names(self, known: Iterable[str]) -> list[str]:
         """Those of the known checks that are run, in their own order."""
@@ -138,6 +142,8 @@ def run(
     Raises:
         TrtspecError: prompts, models, engines or server are missing or do not belong together.
     """
+    if selection.shards:
+        _check_budget(selection)
     prompts = prompts_of(spec, selection)
     subjects = subjects_of(spec, selection)
     checks: list[Check] = []
@@ -167,6 +173,46 @@ def run(
         checks.append(_not_running(spec))
         observer.finished(checks[-1])
     return Report(name=spec.name, checks=tuple(checks), settings=settings)
+
+
+def answer_shard(spec: Spec, selection: Selection, shard: Shard, observer: Observer) -> list[str]:
+    """Have the subjects answer one shard's part of what `run` asks beforehand, for a `run` with the same `shards`.
+
+    Returns:
+        What was recorded, a line a subject.
+
+    Raises:
+        TrtspecError: as `run`; no check asks anything beforehand; or a subject that is not this process's own.
+    """
+    check_dealt_out(spec, selection)
+    session = Session(spec, selection, prompts_of(spec, selection), lambda *_: "", observer)
+    names = [name for name in session.names if CHECKS[name].share]
+    if not names:
+        raise TrtspecError(
+            f"nothing of {', '.join(session.names) or 'these checks'} is known beforehand",
+            where="--shard",
+            expected=f"one of {', '.join(name for name, kind in CHECKS.items() if kind.share)} among the checks",
+        )
+    return [session.answer_shard(subject, names, shard) for subject in session.subjects]
+
+
+def check_dealt_out(spec: Spec, selection: Selection) -> None:
+    """Raise TrtspecError for what cannot be dealt out over processes, and where prompts or engines are missing."""
+    if wrong := next((name for name in selection.subjects if name not in (ENGINES, RUNNER)), None):
+        raise TrtspecError(
+            f"--subject {wrong} is not dealt out: each process takes engines of its own",
+            expected=f"--subject {ENGINES} or --subject {RUNNER}",
+        )
+    _check_budget(selection)
+    prompts_of(spec, selection)
+    engine_configs(spec)
+
+
+def _check_budget(selection: Selection) -> None:
+    if selection.budget and power.Budget.parse(selection.budget).tokens is None:
+        raise TrtspecError(
+            f"a budget in time is not dealt out: {selection.budget}", where="--budget", expected="tokens, such as 2000"
+        )
 
 
 class Session:
@@ -203,6 +249,8 @@ class Session:
         self.left_out = why if len(self.names) < len(wished) else ""
         self._given = _circumstances(spec, selection, len(self.subjects), self.names, reproduce, observer)
         self._models = {role: config.stamp.get("source_fingerprint") for role, config in configs.items()}
+        engines = {role: [config.pretrained, config.build, config.stamp] for role, config in configs.items()}
+        self._made_of = digest([spec.hash(), engines, [[prompt.number, prompt.text] for prompt in prompts]])
         self.settings: dict[str, Any] = {
             "num_draft_tokens": self._workbench.num_draft_tokens,
             "tolerance": self._workbench.yardstick.tolerance,
@@ -214,15 +262,41 @@ class Session:
     @contextmanager
     def opened(self, name: str) -> Iterator[tuple[Trial, Remembering]]:
         """One subject and its trial, for the length of a `with` block; its answers go to a trace, if those are kept."""
-        folder = self._selection.traces
-        header = {**self.settings, "subject": name, "models": self._models}
+        folder, directory = self._selection.traces, self._selection.shards
+        given = shards.Given()
+        if directory:
+            given = shards.given(directory, name, self._made_of)
+            self._observer.started("shards", f"{len(given.answers)} answers of {name} in {directory}")
         with (
-            Recorder(folder and folder / f"trace-{name}.jsonl", header) as recorder,
-            self._workbench.subject(name, self._url, self._selection.trace) as subject,
+            Recorder(folder and folder / f"trace-{name}.jsonl", self._header(name)) as recorder,
+            self._opened(name, recorder, given) as opened,
         ):
+            yield opened
+
+    @contextmanager
+    def _opened(self, name: str, recorder: Recorder, given: shards.Given) -> Iterator[tuple[Trial, Remembering]]:
+        with self._workbench.subject(name, self._url, self._selection.trace) as subject:
             recorded = getattr(subject, "recorded_from", name)  # a trace is asked what its subject was asked
-            trial = self._workbench.trial(self._prompts, recorded, replace(self._given, note=recorder.note))
-            yield trial, Remembering(_Counting(subject), recorder)
+            circumstances = replace(self._given, note=recorder.note, noted=given.noted)
+            trial = self._workbench.trial(self._prompts, recorded, circumstances)
+            yield trial, Remembering(subject, recorder, given.answers)
+
+    def _header(self, name: str) -> dict[str, Any]:
+        return {**self.settings, "subject": name, "models": self._models, shards.MADE_OF: self._made_of}
+
+    def answer_shard(self, name: str, checks: Sequence[str], shard: Shard) -> str:
+        """See the function of this name; of one subject."""
+        assert self._selection.shards is not None
+        with shards.recording(self._selection.shards, name, shard, self._header(name)) as begun:
+            if begun is None:
+                return f"{name}, shard {shard}: recorded before"
+            with self._opened(name, *begun) as (trial, subject):
+                for check in checks:
+                    share = CHECKS[check].share
+                    assert share is not None
+                    self._observer.started(check, name)
+                    share(trial, subject, shard)
+                return f"{name}, shard {shard}: {subject.tokens} tokens recorded"
 
     def check(self, name: str, trial: Trial, subject: Remembering) -> Check:
         """Run one check; one that is left out is not applicable."""
@@ -257,6 +331,7 @@ def _circumstances(
         advance=observer.advance,
         wanted=selection.wanted,
         note=lambda check, record: None,
+        noted=lambda check, query: None,
         alpha=alpha,
         num_samples=budget.tokens or spec.parity.num_samples,
         seconds=budget.seconds,
@@ -352,26 +427,6 @@ def checkpoint_checks(
         result = replace(checks.run(name), seconds=time.monotonic() - begin)
         observer.finished(result)
         yield result
-
-
-class _Counting:
-    """A subject whose tokens are counted."""
-
-    def __init__(self, subject: Subject) -> None:
-        self.name, self.tokens = subject.name, 0
-        self._subject = subject
-        self._lock = threading.Lock()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._subject, name)
-
-    def generate(self, query: Query) -> Answer:
-        answer = self._subject.generate(query)
-        with self._lock:
-            self.tokens += len(answer.ids)
-        return answer
 
 
 def prompts_of(spec: Spec, selection: Selection) -> list[Prompt]:

@@ -178,18 +178,23 @@ class Remembering:
     Args:
         subject: who is asked.
         recorder: writes the trace.
+        given: answers that the subject has given in other processes, each taken in place of its first one to the query.
 
     Attributes:
         asked_afresh: the same subject without the memory; its answers are written down too.
+        tokens: new tokens of all answers, given ones too.
     """
 
-    def __init__(self, subject: Subject, recorder: Recorder | None = None) -> None:
-        self.name = subject.name
+    def __init__(
+        self, subject: Subject, recorder: Recorder | None = None, given: Mapping[Query, Answer] | None = None
+    ) -> None:
+        self.name, self.tokens = subject.name, 0
         self.asked_afresh: Subject = _Afresh(self)
         self._subject = subject
         self._recorder = recorder or Recorder()
         self._lock = threading.Lock()
         self._known: dict[Query, tuple[int, Answer]] = {}
+        self._given = dict(given or {})
 
     def __getattr__(self, name: str) -> Any:
         """Whatever else the subject says of itself."""
@@ -202,7 +207,7 @@ class Remembering:
         with self._lock:
             known = self._known.get(query)
         if known is None:
-            return self.ask(query)
+            return self._written(query, self._given[query]) if query in self._given else self.ask(query)
         number, answer = known
         self._recorder.got(number)
         return answer
@@ -214,8 +219,12 @@ class Remembering:
         except TrtspecError as error:
             self._recorder.got(self._recorder.error(self.name, query, error))
             raise
+        return self._written(query, answer)
+
+    def _written(self, query: Query, answer: Answer) -> Answer:
         with self._lock:
             again = query in self._known
+            self.tokens += len(answer.ids)
         number = self._recorder.answer(self.name, query, answer, again)
         self._recorder.got(number)
         if not query.logits:
@@ -240,14 +249,18 @@ class _Afresh:
         return self._remembering.ask(query)
 
 
-def read(path: Path) -> Trace:
+def read(path: Path, *, cut_off: bool = False) -> Trace:
     """A trace file.
+
+    Args:
+        path: the file.
+        cut_off: whether its end may be missing; then a last line that is broken is left out.
 
     Raises:
         TrtspecError: there is none, it is broken or cut off (`where` has the line), or of another format.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode("utf-8", "replace" if cut_off else "strict")
     except OSError as error:
         raise TrtspecError(f"cannot be read: {error.strerror}", where=str(path), fix="record one: --trace") from error
     except UnicodeDecodeError as error:
@@ -276,6 +289,8 @@ def read(path: Path) -> Trace:
                 raise ValueError(f"kind {kind!r}")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             if last and number > 1:
+                if cut_off:
+                    break
                 raise TrtspecError(
                     "the trace is cut off in this line", where=where, fix="remove the line, or record the trace again"
                 ) from error
@@ -357,6 +372,13 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, (str, int, float)):
         return value
     return str(value)
+
+
+def unplain(value: Any) -> Any:
+    """Numbers and tuples of them as they were before `plain` and JSON."""
+    if isinstance(value, list):
+        return tuple(unplain(item) for item in value)
+    return float(value) if isinstance(value, str) else value
 
 
 def _tuple(value: Any) -> Any:

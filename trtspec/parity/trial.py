@@ -56,6 +56,7 @@ class Trial:
         encode: text to ids, without special tokens; for words and prompts that a check makes itself.
         wanted: whether a part of a check (check, part) is to run.
         note: keeps what a check found out about one answer (check, record that JSON can hold) in the trace.
+        noted: what a check (its name) has kept of the answer to a query, where that was given in another process.
         seconds: time that the sampled check may take, in place of `num_samples`.
     """
 
@@ -74,6 +75,7 @@ class Trial:
     encode: Callable[[str], list[int]] = lambda text: []
     wanted: Callable[[str, str], bool] = lambda check, part: True
     note: Callable[[str, dict[str, Any]], None] = lambda check, record: None
+    noted: Callable[[str, Query], dict[str, Any] | None] = lambda check, query: None
     seconds: float | None = None
 
     def query(

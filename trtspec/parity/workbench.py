@@ -24,7 +24,7 @@ from trtspec.errors import TrtspecError
 from trtspec.models.source import ModelSource
 from trtspec.parity.sampled import PENALISED
 from trtspec.parity.served import UNKNOWN
-from trtspec.parity.subjects import Subject
+from trtspec.parity.subjects import Query, Subject
 from trtspec.parity.subjects.engine_model import EngineModel
 from trtspec.parity.subjects.in_process import InProcess
 from trtspec.parity.subjects.runner import Runner, runner_subject
@@ -61,7 +61,7 @@ class Circumstances:
         reproduce: the command that runs one check (or `check:part`) of one subject again, on one prompt or all.
         advance: told the fraction done within a check.
         wanted: whether a part of a check is to run.
-        note: see `Trial.note`.
+        note, noted: see `Trial`.
         alpha: probability that one statistical check raises a false alarm.
         num_samples, seconds: what the sampled check may draw, or how long it may take.
     """
@@ -70,6 +70,7 @@ class Circumstances:
     advance: Callable[[float], None]
     wanted: Callable[[str, str], bool]
     note: Callable[[str, dict[str, Any]], None]
+    noted: Callable[[str, Query], dict[str, Any] | None]
     alpha: float
     num_samples: int
     seconds: float | None = None
@@ -136,6 +137,7 @@ class Workbench:
             encode=self._tokenization.encode_word,
             wanted=given.wanted,
             note=given.note,
+            noted=given.noted,
         )
 
     @property
