@@ -288,7 +288,7 @@ class Speculation(Section):
 
     method: Method
     """none: plain decoding; draft_target: a smaller model; early_exit: the target's first layers; ngram: copied from
-    the prompt; tree: a token tree from a draft; cascade: two drafts in a row; medusa, eagle, mtp, redrafter: heads
+    the prompt; tree: a token tree from a draft; cascade: drafts in a row; medusa, eagle, mtp, redrafter: heads
     inside the target's engine; lookahead: the target's own n-grams."""
     draft: ModelRef | None = None
     """The draft model of draft_target, tree and cascade. It, and settings of other methods than the one above, are kept
