@@ -28,7 +28,7 @@ import pytest
 from trtspec.errors import TrtspecError
 from trtspec.triton.client import Client
 from trtspec.triton.ports import is_loopback, require_free
-from trtspec.triton.server import LocalServer, ServerFailed, fault, find_tritonserver
+from trtspec.triton.server import LocalServer, ServerFailed, _model_processes, fault, find_tritonserver
 from trtspec.triton.server_state import SHARED_MEMORY, ServerState, family, read, running, stop
 
 Make = Callable[..., LocalServer]
@@ -462,3 +462,23 @@ def _until(condition: Callable[[], bool], otherwise: str, timeout_s: float = 60.
     while not condition():
         assert time.monotonic() < deadline, otherwise
         time.sleep(0.05)
+
+
+def test_a_model_process_is_one_only_when_it_has_begun() -> None:
+    """Triton starts each by a shell, whose line holds the words of the process to be, in one piece."""
+    token = "trtspec_0123456789ab"
+    words = ["model.py", token, "1", "2", "3", "libraries", "336", "tensorrt_llm_0_0", "backend"]
+    program = ["-c", "import sys; sys.stdin.read()"]
+    shell = ["sh", "-c", f"read line; : triton_python_backend_stub {' '.join(words)}"]
+    begun = [sys.executable, *program, "triton_python_backend_stub", *words[:2], *words[5:]]
+    with (
+        subprocess.Popen(shell, stdin=subprocess.PIPE) as beginning,
+        subprocess.Popen(begun, stdin=subprocess.PIPE) as running,
+    ):
+        try:
+            lines = family(token)
+            assert {beginning.pid, running.pid} <= set(lines)
+            assert _model_processes(token) == {running.pid: "tensorrt_llm_0_0"}
+        finally:
+            beginning.kill()
+            running.kill()

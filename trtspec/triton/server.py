@@ -526,7 +526,8 @@ def _model_processes(token: str) -> dict[int, str]:
     """Process id -> model instance, such as tensorrt_llm_0_0, of every living model process."""
     # Words: program, model.py, region, two sizes, server's pid, library directory, offset, instance, backend.
     lines = {pid: line.split("\0") for pid, line in family(token).items() if "triton_python_backend_stub" in line}
-    return {pid: words[8] for pid, words in lines.items()}
+    # Triton starts each through a shell, which carries the whole line as one word until it becomes the process.
+    return {pid: words[8] for pid, words in lines.items() if len(words) > 8}
 
 
 def _model_of(instance: str) -> str:
