@@ -3,12 +3,15 @@ process counts as having answered."""
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -18,11 +21,13 @@ from trtspec.cli import main
 from trtspec.cli.rollback import rollback
 from trtspec.cli.rollout import rollout
 from trtspec.errors import TrtspecError
-from trtspec.rollout import candidate, live, roll
+from trtspec.rollout import candidate, live, move, roll
 from trtspec.rollout.live import LiveServer, NotDrained
 from trtspec.rollout.move import Mover, Watch
 from trtspec.rollout.stage import PIPELINES, ServedRepository, read_config
-from trtspec.rollout.store import Move, Store, Version, identity
+from trtspec.rollout.store import Move, Store, Version, identity, remove
+from trtspec.triton.check import check_repository
+from trtspec.triton.client import server_error
 from trtspec.triton.server_state import ServerState, build_stamp
 
 NO_WATCH = Watch((), 0, 1.0)
@@ -130,6 +135,7 @@ def test_a_staged_version_has_names_of_its_own(store: Store) -> None:
         assert called and called <= parts
         assert list(config.version_policy.specific.versions) == [2]
         assert (store.repository / pipeline / "2").is_dir()
+    check_repository(store.repository)  # a server can be started on it
     repository.tidy(kept)
     assert below(store.repository) == below(kept)
 
@@ -157,14 +163,125 @@ def test_no_load_takes_a_version_directory_that_its_config_does_not_mean(
     repository.tidy(store.repository_of(1))
 
 
+class ServerDouble:
+    """Loads and unloads all that it is asked, and answers once its queue has room.
+
+    Args:
+        refusals: requests that find the queue full.
+    """
+
+    def __init__(self, refusals: int = 0) -> None:
+        self.loaded: list[list[str]] = []
+        self.unloaded: list[list[str]] = []
+        self._full = iter(range(refusals))
+
+    def load(self, models: Sequence[str]) -> None:
+        self.loaded.append(list(models))
+
+    def unload(self, models: Sequence[str]) -> None:
+        self.unloaded.append(list(models))
+
+    def wait_gone(self, models: Sequence[str]) -> None:
+        assert list(models) == self.unloaded[-1]
+
+    def wait_answered(self, pipelines: Sequence[str], engines: Sequence[str]) -> bool:
+        return True
+
+    def complete(self, prompt: str, **settings: object) -> SimpleNamespace:
+        if next(self._full, None) is not None:
+            raise server_error("too many requests: 8 texts are waiting; expected fewer than 8", "here")
+        return SimpleNamespace(stats=SimpleNamespace(tokens=4, target_passes=2))
+
+
+@pytest.fixture
+def timeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(move, "time", SimpleNamespace(sleep=lambda seconds: None, monotonic=lambda: 0.0))
+
+
+def moved_by(store: Store, server: ServerDouble, said: list[str]) -> Mover:
+    watch = Watch(("Hello",), 3, 1.0)
+    return Mover(store, ServedRepository(store.repository, "/engines"), server, watch, said.append)  # type: ignore[arg-type]
+
+
+def test_models_are_unloaded_in_the_steps_of_a_request(store: Store, timeless: None) -> None:
+    """Whichever step of the ensemble a request has reached, the next one is there. And a full queue is no fault."""
+    server, said = ServerDouble(refusals=5), list[str]()
+    moved_by(store, server, said).move(2, (1, 2))
+    assert server.unloaded == [
+        *(["preprocessing"], ["tensorrt_llm_draft", "tensorrt_llm"], ["postprocessing"]),
+        *(["preprocessing_v2"], ["tensorrt_llm_v2"], ["postprocessing_v2"]),
+    ]
+    assert "version 2 has answered 3 requests, 2.00 tokens a target pass" in said
+    assert store.record.served == (1, 2) and below(store.repository) == below(store.repository_of(2))
+
+
+def test_a_queue_that_stays_full_takes_the_version_back(
+    store: Store, timeless: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = count()
+    monkeypatch.setattr(move.time, "monotonic", lambda: next(seconds))
+    before = contents(store)
+    with pytest.raises(TrtspecError, match="8 texts are waiting"):
+        moved_by(store, ServerDouble(refusals=1000), []).move(2, (1, 2))
+    assert contents(store) == before and store.record.move is None
+
+
+def test_a_full_disk_takes_the_version_back(store: Store, timeless: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, said, before = ServerDouble(), list[str](), contents(store)
+    real = shutil.copytree
+
+    def copy(source: Path, place: Path, *settings: Any, **further: Any) -> object:
+        if Path(place).name == "postprocessing_v2":  # the engine's model is staged by then
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
+        return real(source, place, *settings, **further)
+
+    monkeypatch.setattr(shutil, "copytree", copy)
+    with pytest.raises(OSError, match="No space left"):
+        moved_by(store, server, said).move(2, (1, 2))
+    assert any("version 2 is taken back" in line for line in said)
+    assert contents(store) == before and (store.record.served, store.record.move) == ((1,), None)
+    assert server.loaded == [] and server.unloaded == [["tensorrt_llm_v2"]], "pipelines have no need to be loaded"
+
+
+def test_a_build_over_a_change_that_was_cut_off_is_not_taken_for_the_version_before(config: Path, store: Store) -> None:
+    wanted = contents(store)
+    store.save(replace(store.record, move=Move(1, 2)))
+    store.install_engines(2)
+    assert contents(store) != wanted
+    result = CliRunner().invoke(rollback, [str(config)])
+    assert result.exit_code == 0, result.exception
+    assert contents(store) == wanted
+    record = Store(store.engines, store.repository).record
+    assert (record.served, record.move) == ((1,), None)
+
+
+def test_a_build_in_place_is_not_taken_for_the_candidate_that_did_not_pass(store: Store) -> None:
+    """Version 1 is served, a candidate is left over, and then something else is built where version 1 was."""
+    record = store.record
+    try:
+        failed = store.candidate()
+        (store.engines_of(failed) / "target" / "config.json").unlink()
+        store.install_engines(2)
+        kept = store.keep_served()
+        assert kept.number == failed and kept.identity == identity(store.engines_of(2))
+        assert below(store.engines_of(failed) / "target") == below(store.engines_of(2) / "target")
+        assert store.record.served == (1, failed)
+    finally:
+        remove(store.place(failed))
+        store.save(record)
+        mover(store).move(1, (1,))
+
+
 def test_prune_leaves_what_is_served_and_the_one_before(store: Store) -> None:
     record = store.record
     try:
         store.save(replace(record, served=(1, 2)))
         store.add(Version(7, "", ""))
         store.place(7).mkdir()
-        assert store.prune() == [7]
-        assert not store.place(7).exists() and list(store.record.versions) == [1, 2]
+        candidate = store.candidate()
+        assert store.prune() == [7, candidate]
+        assert not store.place(7).exists() and not store.place(candidate).exists()
+        assert list(store.record.versions) == [1, 2]
     finally:
         store.save(record)
 

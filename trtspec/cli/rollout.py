@@ -63,6 +63,9 @@ def rollout(
     fault found by parity leaves all as it was and returns 3; a version that does not load or answer is taken back and
     returns 1. The same command goes on with what was cut off.
     """
+    if status and prune:
+        raise click.UsageError("--status and --prune are two different things to do")
+
     from trtspec.rollout import roll
 
     spec = load(config, overrides)

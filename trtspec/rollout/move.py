@@ -18,12 +18,15 @@ from dataclasses import dataclass, replace
 
 from trtspec.errors import TrtspecError
 from trtspec.rollout.live import LiveServer
-from trtspec.rollout.stage import PIPELINES, ServedRepository, is_engine, parts
+from trtspec.rollout.stage import PIPELINES, ServedRepository, in_order_of_requests, is_engine, parts
 from trtspec.rollout.store import SERVER, VERSIONS, Move, Record, Store, now
+from trtspec.triton.client import Completion, ServerError
 from trtspec.triton.server_state import build_stamp, running
 
 _WATCH_TOKENS = 16
-_BETWEEN_STEPS_S = 0.5  # an ensemble's request may be on its way from one model to the next
+_FULL = "texts are waiting"  # what a pipeline says when it takes no more
+_FULL_PAUSE_S = 0.2
+_BETWEEN_STEPS_S = 0.2  # an ensemble's request may be on its way from one model to the next
 
 
 @dataclass(frozen=True)
@@ -108,9 +111,9 @@ class Mover:
                 self._repository.point_to_stage(model, kept, target)
             server.load(PIPELINES)
             self._try_out(server, target)
-        except (TrtspecError, KeyboardInterrupt) as error:
+        except (TrtspecError, OSError, KeyboardInterrupt) as error:
             if not move.replacing:
-                self._say(f"version {target} is taken back: {error or 'interrupted'}")
+                self._say(f"version {target} is taken back: {str(error) or 'interrupted'}")
                 self.undo()
             raise
         self._drain(server, parts(self._repository.path))
@@ -131,10 +134,11 @@ class Mover:
     def _go_home(self, server: LiveServer, number: int) -> None:
         """Pipelines call what lies in its place; staged parts are unloaded once nobody asks them."""
         kept = self._store.repository_of(number)
-        for model in PIPELINES:
-            self._repository.point_home(model, kept)
-        server.load(PIPELINES)
-        self._drain(server, self._repository.staged())
+        if away := self._repository.away():
+            for model in away:
+                self._repository.point_home(model, kept)
+            server.load(away)
+            self._drain(server, self._repository.staged())
         _unload(server, self._repository.staged())
 
     def _drain(self, server: LiveServer, called: Sequence[str]) -> None:
@@ -148,16 +152,23 @@ class Mover:
         """Some requests must be answered."""
         tokens = passes = 0
         for number in range(self._watch.requests):
-            answer = server.complete(
-                self._watch.prompts[number % len(self._watch.prompts)],
-                max_tokens=_WATCH_TOKENS,
-                stream=number % 2 == 0,
-                timeout_s=self._watch.timeout_s,
-            )
+            prompt = self._watch.prompts[number % len(self._watch.prompts)]
+            answer = self._ask(server, prompt, stream=number % 2 == 0)
             tokens, passes = tokens + answer.stats.tokens, passes + answer.stats.target_passes
         if self._watch.requests:
             rate = f", {tokens / passes:.2f} tokens a target pass" if passes else ""
             self._say(f"version {target} has answered {self._watch.requests} requests{rate}")
+
+    def _ask(self, server: LiveServer, prompt: str, *, stream: bool) -> Completion:
+        """One answer; a queue full of other requests is no fault of the version, so it is waited for a place."""
+        deadline = time.monotonic() + self._watch.timeout_s
+        while True:
+            try:
+                return server.complete(prompt, max_tokens=_WATCH_TOKENS, stream=stream, timeout_s=self._watch.timeout_s)
+            except ServerError as error:
+                if _FULL not in error.message or time.monotonic() > deadline:
+                    raise
+            time.sleep(_FULL_PAUSE_S)
 
     def _mark_replacing(self) -> None:
         record = self._store.record
@@ -174,18 +185,19 @@ class Mover:
         """Leave the repository as a build writes it, and the record without a move."""
         store = self._store
         self._repository.tidy(store.repository_of(number))
-        version = replace(store.record.versions[number], served_since=since)
-        store.save(Record({**store.record.versions, number: version}, served))
         state_dir = store.engines / SERVER
+        # The server's record comes first: cut off between the two, all of this is done again.
         if (state := running(state_dir)) is not None:
             replace(state, build=build_stamp(store.repository, store.engines)).write(state_dir)
+        version = replace(store.record.versions[number], served_since=since)
+        store.save(Record({**store.record.versions, number: version}, served))
 
 
 def _unload(server: LiveServer, models: Sequence[str]) -> None:
-    """Engines first: an ensemble's request that has had its answer goes on to a model that is no engine."""
-    engines = [model for model in models if is_engine(model)]
-    time.sleep(_BETWEEN_STEPS_S)
-    server.unload(engines)
-    server.wait_gone(engines)
-    time.sleep(_BETWEEN_STEPS_S)
-    server.unload([model for model in models if not is_engine(model)])
+    """One after the other as an ensemble's request passes them: it goes on to the next model, which must be there."""
+    steps = in_order_of_requests(models)
+    for step in steps:
+        time.sleep(_BETWEEN_STEPS_S)
+        server.unload(step)
+        if step is not steps[-1]:
+            server.wait_gone(step)

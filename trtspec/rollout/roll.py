@@ -17,7 +17,7 @@ from trtspec.rollout.candidate import BESIDE, build, end_gate, gate, require_mem
 from trtspec.rollout.live import LiveServer
 from trtspec.rollout.move import Mover, Watch
 from trtspec.rollout.stage import ServedRepository, read_config
-from trtspec.rollout.store import VERSIONS, Record, Store, Version, remove
+from trtspec.rollout.store import Record, Store, Version, identity, remove
 from trtspec.triton.life_signs import PROBE_PROMPT
 from trtspec.triton.repository import BLS, ENGINE_MODELS
 from trtspec.triton.server import state_dir_of
@@ -118,11 +118,16 @@ def roll_back(spec: Spec, options: Options, say: Say) -> None:
     state = _server(spec)
     with store.locked(), _mover(spec, store, state, options, say) as mover:
         target, move = _target_of_rollback(store.record, spec), store.record.move
-        if move is not None and not move.replacing and target == move.origin:
+        if move is not None and not move.replacing and target == move.origin and _lies_here(store, target):
             mover.undo()
         else:
             mover.move(target, _served_with(store.record, target))
         say(_ended(target, state))
+
+
+def _lies_here(store: Store, number: int) -> bool:
+    """Whether the files in the places of those served are a version's: a build may have come over a cut-off change."""
+    return identity(store.engines) == store.record.versions[number].identity
 
 
 def _ended(number: int, state: ServerState | None) -> str:
@@ -170,6 +175,8 @@ def prune(spec: Spec) -> list[int]:
                 where=str(spec.engines_dir),
                 fix=f"finish it first: trtspec rollout {spec.source}, or trtspec rollback {spec.source}",
             )
+        for place in store.places():
+            end_gate(place)
         return store.prune()
 
 
@@ -203,7 +210,7 @@ def _server(spec: Spec) -> ServerState | None:
 
 @contextmanager
 def _mover(spec: Spec, store: Store, state: ServerState | None, options: Options, say: Say) -> Iterator[Mover]:
-    for place in (store.engines / VERSIONS).glob("[0-9]*"):
+    for place in store.places():
         end_gate(place)
     repository = ServedRepository(spec.model_repo_dir, spec.serving.mount_point)
     watch = Watch([PROBE_PROMPT], options.watch, spec.serving.call_timeout_s)

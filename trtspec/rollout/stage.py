@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 PIPELINES = (BLS, BLS_UNARY, "ensemble")
+_FIRST = "preprocessing"
 HOME = 1  # version directory of a pipeline at rest
 _STAGED = re.compile(r"_v\d+$")
 
@@ -39,6 +41,14 @@ def parts(repository: Path) -> list[str]:
 def is_engine(model: str) -> bool:
     """Whether a part, staged or not, is an engine's model."""
     return _STAGED.sub("", model) in ENGINE_MODELS.values()
+
+
+def in_order_of_requests(models: Sequence[str]) -> list[list[str]]:
+    """Parts, staged or not, in the steps in which a request of the ensemble passes them."""
+    before = [model for model in models if _STAGED.sub("", model) == _FIRST]
+    engines = [model for model in models if is_engine(model)]
+    after = [model for model in models if model not in (*before, *engines)]
+    return [step for step in (before, engines, after) if step]
 
 
 class ServedRepository:
@@ -97,6 +107,10 @@ class ServedRepository:
         if read_config(self.path / pipeline).HasField("version_policy"):
             self._serve(pipeline, read_config(kept / pipeline), HOME)
 
+    def away(self) -> list[str]:
+        """Pipelines that have been pointed to a staged version since the repository was at rest."""
+        return [name for name in PIPELINES if _versions(self.path / name) != {HOME}]
+
     def bring_home(self, kept: Path) -> None:
         """Replace the parts, and the pipelines' version directories at home; configs of pipelines stay as they are."""
         for name in parts(kept):
@@ -112,9 +126,8 @@ class ServedRepository:
             if path.is_dir() and _STAGED.search(path.name):
                 remove(path)
         for name in PIPELINES:
-            for directory in (self.path / name).iterdir():
-                if directory.name.isdecimal() and directory.name != str(HOME):
-                    remove(directory)
+            for number in _versions(self.path / name) - {HOME}:
+                remove(self.path / name / str(number))
             self._write(self.path / name, (kept / name / "config.pbtxt").read_text(encoding="utf-8"))
         shutil.rmtree(self._incoming, ignore_errors=True)
 
@@ -154,6 +167,11 @@ def read_config(model: Path) -> ModelConfig:
     from tritonclient.grpc.model_config_pb2 import ModelConfig
 
     return text_format.Parse((model / "config.pbtxt").read_text(encoding="utf-8"), ModelConfig())
+
+
+def _versions(model: Path) -> set[int]:
+    """Numbers of the version directories of a model."""
+    return {int(path.name) for path in model.iterdir() if path.name.isdecimal()}
 
 
 def _away(number: int) -> int:

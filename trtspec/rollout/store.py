@@ -124,6 +124,10 @@ class Store:
         """Directory of a version."""
         return self.engines / VERSIONS / str(number)
 
+    def places(self) -> list[Path]:
+        """Directories of all versions, those of candidates too."""
+        return [path for path in (self.engines / VERSIONS).glob("*") if path.name.isdecimal()]
+
     def engines_of(self, number: int) -> Path:
         """Engines of a version, one directory a role."""
         return self.place(number) / "engines"
@@ -146,10 +150,11 @@ class Store:
         if current is not None and current.identity == now:
             return current
         number = max(self.record.versions, default=0) + 1
+        remove(self.place(number))  # of a candidate that did not pass: another build
         self._begin(number, repository=True)
         version = self.version_of(number)
-        self.add(version)
-        self.save(replace(self.record, served=(*self.record.served, number)))
+        versions = {**self.record.versions, number: version}
+        self.save(replace(self.record, versions=versions, served=(*self.record.served, number)))
         return version
 
     def add(self, version: Version) -> None:
@@ -202,9 +207,10 @@ class Store:
         shutil.rmtree(incoming)
 
     def prune(self) -> list[int]:
-        """Remove all versions but the one that is served and the one before; returns their numbers."""
+        """Remove all versions but the one that is served and the one before, candidates that did not pass among them;
+        returns their numbers."""
         kept = self.record.served[-2:]
-        gone = [number for number in self.record.versions if number not in kept]
+        gone = sorted({*self.record.versions, *(int(place.name) for place in self.places())} - {*kept})
         versions = {number: version for number, version in self.record.versions.items() if number in kept}
         self.save(replace(self.record, versions=versions, served=kept))
         for number in gone:
