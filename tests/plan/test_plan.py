@@ -257,21 +257,21 @@ def test_an_early_exit_keeps_layers_of_the_targets_shape(tmp_path: Path) -> None
         )
 
 
-@pytest.mark.parametrize(("runtime", "shared"), [("torch", True), ("tensorrt_llm", False)])
-def test_an_early_exit_shares_its_passes_in_one_engine_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str, shared: bool
+@pytest.mark.parametrize("in_process", [True, False])
+def test_a_server_verifies_path_by_path_and_runs_an_early_exit_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: bool
 ) -> None:
-    told: list[bool] = []
+    told: list[tuple[bool, bool]] = []
 
     def cycle(*args: Any, **more: Any) -> CycleCost:
-        told.append(more["shared"])
+        told.append((more["shared"], more["engine_track"]))
         return cycle_seconds(*args, **more)
 
     monkeypatch.setattr(planner, "cycle_seconds", cycle)
-    changes = ("speculation.method=early_exit", "speculation.early_exit.layer=8", f"engine.runtime={runtime}")
-    spec = spec_of(tmp_path, *changes)
-    planner.Costs(spec, Times(), QUESTION).cycle_s(1, Drafting.of(spec))
-    assert told == [shared]
+    spec = spec_of(tmp_path, "speculation.method=early_exit", "speculation.early_exit.layer=8", "engine.runtime=torch")
+    question = replace(QUESTION, in_process=in_process)
+    planner.Costs(spec, Times(), question).cycle_s(1, Drafting.of(spec))
+    assert told == [(in_process, not in_process)]
 
 
 def test_modules_predict_as_far_as_the_spec_says(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from trtspec.errors import TrtspecError
 from trtspec.models.config import ModelConfig
 from trtspec.plan.experts import experts_touched
-from trtspec.plan.roofline import EFFICIENCY, LATENCY_S, Roofline, layer_weights
+from trtspec.plan.roofline import EFFICIENCY, LATENCY_S, NETWORK_LATENCY_S, Roofline, layer_weights
 from trtspec.plan.shapes import shape_of
 from trtspec.plan.step_times import HEADS
 from trtspec.spec.gpus import GPUS, Gpu, Link
@@ -152,6 +152,38 @@ def test_pipeline_parallel_sends_groups_of_sequences_one_behind_the_other() -> N
     moved = 2 * (LINEAR + HEAD) + 2 * 101 * 2 * KV
     expected = moved / BANDWIDTH + LATENCY_S + state / 100e9
     assert roofline(pipeline_parallel=2).seconds("target", 4, 1, 100) == pytest.approx(expected)
+
+
+def over_hosts(host_gpus: int, gbps: float | None, **split: Any) -> Roofline:
+    return Roofline({"target": (DENSE, ModelRef(model="any", **split))}, gpu(), 1.0, {}, host_gpus, gbps)
+
+
+@pytest.mark.parametrize(
+    ("split", "host_gpus", "far"),
+    [((1, 4), 4, 0), ((1, 4), 2, 1), ((1, 4), 1, 3), ((2, 4), 4, 1), ((2, 2), 2, 1), ((2, 2), 4, 0)],
+)
+def test_hand_overs_between_hosts_go_through_the_network(split: tuple[int, int], host_gpus: int, far: int) -> None:
+    """80 Gb/s are 10 GB/s, a tenth of the link's 100 GB/s in one direction."""
+    ranks = {"tensor_parallel": split[0], "pipeline_parallel": split[1]}
+    there, here = (over_hosts(gpus, 80.0, **ranks).seconds("target", 4, 1, 100) for gpus in (host_gpus, 8))
+    state = (4 // split[1]) * HIDDEN * 2
+    slower = NETWORK_LATENCY_S + state / 10e9 - LATENCY_S - state / 100e9
+    assert there - here == pytest.approx(far * slower)
+
+
+def test_reductions_between_hosts_go_through_the_cards_of_all_gpus_of_a_host() -> None:
+    """Four ranks on hosts of two: two cards of 10 GB/s; no network makes it faster than the link within a host."""
+    state = 3 * 5 * HIDDEN * 2
+    for gbps, ring in ((80.0, 20e9), (8000.0, 100e9)):
+        far, near = (over_hosts(gpus, gbps, tensor_parallel=4).seconds("target", 3, 5, 100) for gpus in (2, 4))
+        reduced = NETWORK_LATENCY_S - LATENCY_S + 2 * 3 / 4 * state * (1 / ring - 1 / 100e9)
+        assert far - near == pytest.approx(2 * LAYERS * reduced)
+
+
+def test_an_unknown_network_is_not_guessed() -> None:
+    with pytest.raises(TrtspecError, match=r"the target lies on several hosts of 2 GPUs.*such as --network-gbps 400"):
+        over_hosts(2, None, tensor_parallel=4)
+    assert over_hosts(4, None, tensor_parallel=4).seconds("target", 1, 1, 1) > 0
 
 
 def test_a_model_cut_to_its_first_layers() -> None:

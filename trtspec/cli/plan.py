@@ -16,6 +16,7 @@ from trtspec.cli.common import config_argument, load, set_option
 from trtspec.errors import TrtspecError
 
 if TYPE_CHECKING:
+    from trtspec.plan.capacity import Demand
     from trtspec.plan.result import Plan
     from trtspec.spec.schema import Spec
 
@@ -103,6 +104,43 @@ class _Batches(click.ParamType):
 @click.option("--price", type=_Number(0, above=True), help="US dollars for an hour of a GPU.")
 @click.option("--latency-ms", type=_Number(0, above=True), help="Longest time per output token, in milliseconds.")
 @click.option(
+    "--rate",
+    "requests_per_second",
+    metavar="REQUESTS",
+    type=_Number(0, 1e6, above=True),
+    help="Find the number of replicas for so many requests a second, in every layout, with the cost.",
+)
+@click.option(
+    "--prompt-tokens",
+    type=click.IntRange(min=1),
+    help="Mean tokens of a prompt [default: the trace's mean, or engine.max_input_len].",
+)
+@click.option(
+    "--answer-tokens",
+    type=click.IntRange(min=1),
+    help="With --rate: mean tokens of an answer [default: the trace's mean].",
+)
+@click.option(
+    "--ttft-ms",
+    type=_Number(0, above=True),
+    help="With --rate: longest time to the first token for 95 % of the requests, in milliseconds.",
+)
+@click.option(
+    "--utilisation",
+    type=_Number(0, 0.99, above=True),
+    help="With --rate: part of what a replica can do at most that is planned for [default: 0.7].",
+)
+@click.option(
+    "--host-gpus",
+    type=click.IntRange(1, 1024),
+    help="With --rate: GPUs of a host [default: 8, or hardware.num_gpus where the spec has several hosts].",
+)
+@click.option(
+    "--network-gbps",
+    type=_Number(0, above=True),
+    help="What joins hosts: 10^9 bits a second for each GPU, in each direction, such as 400.",
+)
+@click.option(
     "--json",
     "json_path",
     type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
@@ -127,6 +165,13 @@ def plan(
     max_draft_tokens: int,
     price: float | None,
     latency_ms: float | None,
+    requests_per_second: float | None,
+    prompt_tokens: int | None,
+    answer_tokens: int | None,
+    ttft_ms: float | None,
+    utilisation: float | None,
+    host_gpus: int | None,
+    network_gbps: float | None,
     json_path: Path | None,
     html_path: Path | None,
     apply_: bool,
@@ -136,11 +181,17 @@ def plan(
     Compares its method with the others that its models allow. Reads no weights; step times come from a calibration or
     from the GPU's data sheet, acceptance from a trace or an assumed rate. A plan that does not fit is an answer too,
     with the nearest one that does: exit code 0, and `fits` is false in the JSON.
+
+    With --rate it says how many replicas serve so many requests a second, at what cost, with every method and with
+    the target split in other ways. --latency-ms and --ttft-ms are kept.
     """
     if trace_path and rate is not None:
         raise click.UsageError("--trace and --acceptance: give one of them.")
     if apply_ and (overrides or gpu_name):
         raise click.UsageError("--apply writes a plan of CONFIG as it is: write --set and --gpu into it first.")
+    of_rate = {"answer-tokens": answer_tokens, "ttft-ms": ttft_ms, "utilisation": utilisation, "host-gpus": host_gpus}
+    if requests_per_second is None and (alone := [name for name, value in of_rate.items() if value is not None]):
+        raise click.UsageError(f"--{alone[0]} belongs to --rate: give the requests a second as well.")
     from trtspec.build.machine import memory_bytes
     from trtspec.plan import inputs
     from trtspec.plan.planner import Question, Unknown, make_plan
@@ -160,7 +211,10 @@ def plan(
     curves, unused = inputs.find_curves(spec, sizes(spec), calibration)
     traced, remarks = (None, []) if rate is not None else inputs.find_trace(spec, trace_path, temperature, shapes)
     assumed = Unknown() if rate is None else inputs.assumed_rate(spec, rate)
-    prompt, between = inputs.usual_lengths(spec, traced)
+    prompt, between, answer = inputs.usual_lengths(spec, traced, prompt_tokens, answer_tokens)
+    demand = None
+    if requests_per_second is not None:
+        demand = _demand(spec, requests_per_second, answer, ttft_ms, utilisation, host_gpus)
     question = Question(
         gpu=gpu,
         device_gb=gpu.memory_gb if gpu.sm else memory_bytes() / 1e9,
@@ -174,8 +228,9 @@ def plan(
         latency_ms=latency_ms,
         max_draft_tokens=max_draft_tokens,
         gpus=gpus,
+        demand=demand,
     )
-    found = make_plan(spec, sizes, inputs.step_times(curves, gpu), traced or assumed, question)
+    found = make_plan(spec, sizes, inputs.step_times(curves, gpu, network_gbps), traced or assumed, question)
     found = replace(found, warnings=(*([unused] if unused else []), *remarks, *(curves.notes if curves else ())))
     _show(found, json_path, html_path)
     if apply_:
@@ -197,6 +252,30 @@ def _check(spec: Spec, shapes: Mapping[str, str], context: int | None) -> None:
             expected=f"at most {longest}",
             fix="raise engine.max_seq_len: --set engine.max_seq_len=...",
         )
+
+
+def _demand(
+    spec: Spec,
+    rate: float,
+    answer_tokens: int | None,
+    ttft_ms: float | None,
+    utilisation: float | None,
+    host_gpus: int | None,
+) -> Demand:
+    """What is to be served; TrtspecError where nobody says how long answers are."""
+    from trtspec.plan.capacity import Demand
+    from trtspec.plan.layouts import HOST_GPUS
+
+    if answer_tokens is None:
+        raise TrtspecError(
+            "how many tokens an answer has is not known",
+            where="--rate",
+            fix="give their mean, such as --answer-tokens 250, or record a trace: trtspec bench acceptance",
+        )
+    hardware = spec.hardware
+    usual = hardware.num_gpus if hardware.num_nodes > 1 else max(HOST_GPUS, hardware.num_gpus)
+    given = {} if utilisation is None else {"utilisation": utilisation}
+    return Demand(rate, answer_tokens, ttft_ms, host_gpus=host_gpus or usual, **given)
 
 
 def _show(found: Plan, json_path: Path | None, html_path: Path | None) -> None:

@@ -77,12 +77,20 @@ def find_curves(spec: Spec, sizes: Sizes, path: Path | None) -> tuple[Curves | N
     return shipped(spec, sizes), problem
 
 
-def step_times(curves: Curves | None, gpu: Gpu) -> Callable[[Spec, Sizes], StepTimes]:
-    """Step times of any spec with these models: from curves that have them, or all from the data sheet of a GPU."""
+def step_times(
+    curves: Curves | None, gpu: Gpu, network_gbps: float | None = None
+) -> Callable[[Spec, Sizes], StepTimes]:
+    """Step times of any spec with these models: from curves that have them, or all from the data sheet of a GPU.
+
+    Args:
+        curves: measured; None: there are none.
+        gpu: a row of the catalogue.
+        network_gbps: what joins hosts, see `Roofline`.
+    """
 
     def times(spec: Spec, sizes: Sizes) -> StepTimes:
         if curves is None:
-            return Roofline.of(spec, sizes, gpu)
+            return Roofline.of(spec, sizes, gpu, network_gbps=network_gbps)
         curves.check(spec, sizes)
         return curves
 
@@ -168,15 +176,42 @@ def assumed_rate(spec: Spec, rate: float) -> AssumedRate:
     return AssumedRate(rate, method)
 
 
-def usual_lengths(spec: Spec, traced: Traced | None) -> tuple[int, int]:
-    """Tokens of a prompt, and of a cache in the midst of an answer: the means of a trace, or between the engine's
-    limits."""
+def usual_lengths(
+    spec: Spec, traced: Traced | None, prompt_tokens: int | None = None, answer_tokens: int | None = None
+) -> tuple[int, int, int | None]:
+    """Tokens of a prompt, of a cache in the midst of an answer, and of an answer.
+
+    Args:
+        spec: says how long they may be.
+        traced: says how long they are; None: a prompt is as long as may be, and a cache between that and the longest.
+        prompt_tokens: mean of the prompts, if it is known otherwise.
+        answer_tokens: mean of the answers; where neither it nor a trace says so, their length is None.
+
+    Raises:
+        TrtspecError: prompt and answer together are longer than the engine takes.
+    """
+    prompt, between, answer = _lengths(spec, traced)
+    longest = spec.max_seq_len("target")
+    if prompt_tokens is not None or answer_tokens is not None:
+        prompt, answer = prompt_tokens or prompt, answer_tokens or answer
+        if prompt + (answer or 1) > longest:
+            raise TrtspecError(
+                f"a prompt of {prompt} tokens and an answer of {answer or 1} are more than the target's engine takes",
+                where="--prompt-tokens, --answer-tokens",
+                expected=f"at most {longest} together",
+                fix="give the mean of your prompts, or raise engine.max_seq_len: --set engine.max_seq_len=...",
+            )
+        between = (prompt + longest) // 2 if answer is None else prompt + answer // 2
+    return prompt, between, answer
+
+
+def _lengths(spec: Spec, traced: Traced | None) -> tuple[int, int, int | None]:
     if traced is None:
         longest = spec.max_seq_len("target")
         prompt = min(spec.engine.max_input_len, longest)
-        return prompt, (prompt + longest) // 2
+        return prompt, (prompt + longest) // 2, None
     answers = [answer for answer in traced.trace.answers if answer.temperature == traced.temperature]
     tokens = sum(len(answer.tokens) for answer in answers)
     cached = sum(len(answer.tokens) * (len(answer.prompt_ids) + len(answer.tokens) / 2) for answer in answers)
     prompts = sum(len(answer.prompt_ids) for answer in answers)
-    return max(1, round(prompts / len(answers))), max(1, round(cached / tokens))
+    return max(1, round(prompts / len(answers))), max(1, round(cached / tokens)), max(1, round(tokens / len(answers)))

@@ -291,7 +291,7 @@ def alternatives(
     only where no part of them is enough.
     """
     found, batch, context = [], memory.batch, memory.context
-    if _at(_with_derived_fractions(spec), models, memory.device_gb, batch, context).fits:
+    if _at(with_derived_fractions(spec), models, memory.device_gb, batch, context).fits:
         found.append("without serving.kv_cache_free_gpu_mem_fraction, so that it is derived")
     if memory.max_batch:
         found.append(f"a batch of {memory.max_batch} (--batch {memory.max_batch})")
@@ -309,7 +309,8 @@ def alternatives(
     return found + list(fitting.values())
 
 
-def _with_derived_fractions(spec: Spec) -> Spec:
+def with_derived_fractions(spec: Spec) -> Spec:
+    """The spec without cache fractions of its own, so that they follow from what the models need."""
     serving = spec.serving.model_copy(update={"kv_cache_free_gpu_mem_fraction": PerModelFraction()})
     return spec.model_copy(update={"serving": serving})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trtspec.plan.plots import memory_bars, memory_plot, plots
+from trtspec.plan.plots import capacity_plot, memory_bars, memory_plot, plots
 from trtspec.plan.result import Interval, Plan, Point
 from trtspec.plan.schedule import compact, renderings
 from trtspec.report.page import render
@@ -24,6 +24,7 @@ def to_html(plan: Plan) -> str:
         memory=memory_plot(plan),
         bars=memory_bars(plan),
         plots=list(plots(plan)),
+        replicas=capacity_plot(plan),
         schedule=compact(plan.schedule) if plan.schedule else {},
         renderings=renderings(plan),
         priced=plan.price_per_gpu_hour is not None,
@@ -79,6 +80,12 @@ def _cards(plan: Plan) -> list[tuple[str, str, str]]:
         figure = f"{number(within.tokens_per_second)} tokens/s" if within else "not reached"
         remark = f"batch {within.batch}, {within.num_draft_tokens} draft tokens" if within else ""
         cards.append((f"Within {plan.latency_ms:g} ms per token", figure, remark))
+    if plan.capacity is not None:
+        fleet = plan.capacity.cheapest
+        figure = "not feasible" if fleet is None else f"{fleet.replicas} of {fleet.num_gpus} GPUs"
+        cost = f", ${number(fleet.cost_per_hour)} an hour" if fleet and fleet.cost_per_hour is not None else ""
+        remark = f"{fleet.title}, batch {fleet.batch}{cost}" if fleet else ""
+        cards.append((f"Replicas for {plan.capacity.rate:g} requests/s", figure, remark))
     if cheapest := min(
         (point for point in plan.own.points if point.fits and point.cost_per_million), key=_cost, default=None
     ):

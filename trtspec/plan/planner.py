@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from trtspec.errors import TrtspecError
 from trtspec.models.config import ModelConfig
-from trtspec.plan.cycle_cost import cycle_seconds
+from trtspec.plan.capacity import Demand, capacity
+from trtspec.plan.cycle_cost import CycleCost, cycle_seconds
 from trtspec.plan.drafting import Drafting
+from trtspec.plan.layouts import drafts_apart
 from trtspec.plan.memory import alternatives, memory_plan
 from trtspec.plan.result import Assumed, Interval, MethodPlan, Plan, Point
 from trtspec.plan.speedup import best_length, expected_tokens, needed_acceptance
@@ -154,6 +157,9 @@ class Question:
         latency_ms: longest time per output token.
         max_draft_tokens: longest draft to consider.
         gpus: the catalogue, to find a GPU on which it would fit.
+        demand: rate of requests to find replicas for; None: none.
+        in_process: whether the torch runtime decodes within one process, and not a server: there a tree is verified in
+            one pass, and an early exit is part of the target's engine.
     """
 
     gpu: Gpu
@@ -168,6 +174,8 @@ class Question:
     latency_ms: float | None = None
     max_draft_tokens: int = 16
     gpus: Mapping[str, Gpu] = field(default_factory=dict)
+    demand: Demand | None = None
+    in_process: bool = False
 
 
 def make_plan(
@@ -195,6 +203,17 @@ def make_plan(
     planned = [_method(each, sizes, times, acceptance, question) for each in variants(spec)]
     methods, (_, forecast) = tuple(method for method, _ in planned), planned[0]
     instead = [] if memory.fits else alternatives(spec, own_sizes, memory, question.gpus, question.gpu)
+
+    def forecast_of(layout: Spec) -> Forecast:
+        """Of the first method that has one. Acceptance does not depend on the layout."""
+        known = next(each for _, each in planned if each is not None)
+        models = sizes(layout)
+        fits = memory_plan(layout, models, question.device_gb, question.memory_batch, question.memory_context)
+        return Forecast(Costs(layout, times(layout, models), question), known.outlooks, fits.max_batch)
+
+    serves = None
+    if question.demand is not None:
+        serves = capacity(question.demand, spec, own_sizes, planned, forecast_of)
     return Plan(
         name=spec.name,
         gpu=question.gpu.name,
@@ -218,6 +237,7 @@ def make_plan(
         num_gpus=_num_gpus(spec),
         latency_ms=question.latency_ms,
         within_latency=_within(methods, question.latency_ms),
+        capacity=serves,
     )
 
 
@@ -273,23 +293,56 @@ class Costs:
         return self.cycle_s(batch, _PLAIN)
 
     def cycle_s(self, batch: int, drafting: Drafting, outlook: Outlook | None = None) -> float:
-        """Seconds of a cycle. What serves a tree verifies it path by path."""
+        """Seconds of a cycle. Served, a tree is verified path by path, and an early exit is an engine of its own.
+
+        A draft apart (`apart`) works while the target does, so that the sequences may go in two groups, one of which
+        drafts while the other is verified: two times the longer of both takes a cycle then. That or all of them
+        together, whichever is shorter; one sequence drafts and verifies in turn in any case.
+        """
+        whole = self._cycle(batch, drafting, outlook)
+        if not self.apart or batch == 1 or whole.draft_s == 0:
+            return whole.total
+        half = self._cycle(math.ceil(batch / 2), drafting, outlook)
+        return min(whole.total, 2 * max(half.draft_s, half.verify_s + half.overhead_s))
+
+    def _cycle(self, batch: int, drafting: Drafting, outlook: Outlook | None) -> CycleCost:
         passes, drafted = (outlook.proposer_passes, outlook.drafted) if outlook else (None, None)
-        context = self.question.context
+        context, in_process = self.question.context, self.question.in_process
+        shared = in_process and self._same_type
         return cycle_seconds(
-            self.times, drafting, batch, context, passes, engine_track=True, drafted=drafted, shared=self._shared
-        ).total
+            self.times, drafting, batch, context, passes, engine_track=not in_process, drafted=drafted, shared=shared
+        )
+
+    @cached_property
+    def apart(self) -> bool:
+        """Whether what drafts has GPUs that the target has not."""
+        return drafts_apart(self.spec)
 
     @property
-    def _shared(self) -> bool:
-        """Whether an early exit runs in the target's own engine, which the torch runtime alone can."""
+    def num_gpus(self) -> int:
+        """That all models occupy together."""
+        return _num_gpus(self.spec)
+
+    @property
+    def _same_type(self) -> bool:
+        """Whether an early exit can run in the target's own engine."""
         draft, target = self.spec.models.get("draft"), self.spec.models["target"]
-        same_type = draft is not None and draft.dtype == target.dtype
-        return self.spec.engine.runtime == "torch" and self.spec.speculation.method == "early_exit" and same_type
+        return draft is not None and draft.dtype == target.dtype
 
     def prefill_s(self) -> float:
         """Seconds in which all models read one prompt, one after the other."""
-        return sum(self.times.seconds(role, 1, self.question.prompt, 0) for role in self.spec.models)
+        return sum(self._prefills().values())
+
+    def busy_s(self) -> float:
+        """Seconds that each GPU is kept from decoding by one prompt: of a pipeline's stages each has a part of it, and
+        what drafts apart reads it meanwhile."""
+        models = self.spec.models
+        target, *others = (seconds / models[role].pipeline_parallel for role, seconds in self._prefills().items())
+        return max(target, sum(others)) if self.apart else target + sum(others)
+
+    def _prefills(self) -> dict[str, float]:
+        """Role -> seconds of one prompt; the target first."""
+        return {role: self.times.seconds(role, 1, self.question.prompt, 0) for role in self.spec.models}
 
 
 @dataclass(frozen=True)

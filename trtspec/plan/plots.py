@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from trtspec.plan.result import Interval, MemoryRow, MethodPlan, Plan, Point
+from trtspec.plan.result import Capacity, Fleet, Interval, MemoryRow, MethodPlan, Plan, Point
 from trtspec.report.plots import BAND, COLOURS, INK, MARKERS, SOFT, WIDE, Plot, legend_below, name_axes, svg
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 Colour = str | tuple[float, float, float, float]
 _HATCH = "////"
 _BAR_HEIGHT = 0.62
+_RATES = 200  # points of a curve over the rate of requests
 _LABEL_ROOM = 0.07  # part of a bar that a label needs
 
 
@@ -34,6 +36,21 @@ def memory_plot(plan: Plan) -> Plot | None:
         "In the order of loading. The full part of a KV cache is what the asked batch and context need, the hatched "
         "part what it gets beyond that. The line is the memory there is.",
         (svg(label, "memory-", partial(_draw_memory, plan=plan, bars=bars), size),),
+    )
+
+
+def capacity_plot(plan: Plan) -> Plot | None:
+    """Replicas over the rate of requests; None where nothing is feasible."""
+    fleets = [fleet for fleet in plan.capacity.methods if fleet.replicas is not None] if plan.capacity else []
+    if plan.capacity is None or not fleets:
+        return None
+    words = "; ".join(f"{fleet.title} {fleet.all_gpus}" for fleet in fleets)
+    label = f"GPUs over requests per second; for {plan.capacity.rate:g} a second: {words}."
+    return Plot(
+        f"{'Cost' if plan.price_per_gpu_hour is not None else 'GPUs'} over the rate of requests",
+        "Each step is one more replica, for the methods that keep what was asked for. The line is the rate that was "
+        "asked for.",
+        (svg(label, "capacity-", partial(_draw_capacity, plan=plan, found=plan.capacity, fleets=fleets)),),
     )
 
 
@@ -266,6 +283,22 @@ def _draw_latency(axes: Axes, plan: Plan, served: Sequence[MethodPlan]) -> None:
         axes.axvline(plan.latency_ms, color=INK, lw=1, ls="--", label=f"asked for: {plan.latency_ms:g} ms")
         axes.set_xlim(low, high)  # one far off would leave no room for the curves
     name_axes(axes, "", "time per output token (ms)", "tokens per second, whole batch")
+    legend_below(axes, columns=2)
+
+
+def _draw_capacity(axes: Axes, plan: Plan, found: Capacity, fleets: Sequence[Fleet]) -> None:
+    price = plan.price_per_gpu_hour
+    rates = [2 * found.rate * place / _RATES for place in range(1, _RATES + 1)]
+    places = [method.method for method in plan.methods]
+    for fleet in fleets:
+        each = fleet.num_gpus * (price or 1.0)
+        y = [each * math.ceil(rate / fleet.planned_requests_per_second - 1e-9) for rate in rates]
+        colour, width = COLOURS[places.index(fleet.method) % len(COLOURS)], 2.0 if fleet.own else 1.2
+        axes.step(rates, y, where="pre", color=colour, lw=width, label=fleet.title)
+    axes.set_xlim(0, 2 * found.rate)
+    axes.set_ylim(bottom=0)
+    _note_line(axes, found.rate, f"asked for: {found.rate:g}", INK)
+    name_axes(axes, "", "requests per second", "US dollars an hour" if price is not None else "GPUs")
     legend_below(axes, columns=2)
 
 

@@ -148,6 +148,117 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Fleet:
+    """Replicas of one kind that together serve a rate of requests, or why none do; see `trtspec.plan.capacity`.
+
+    Attributes:
+        method: as in speculation.method.
+        title: method and who drafts, for people.
+        own: whether method and layout are the spec's own.
+        tensor_parallel: of the target.
+        pipeline_parallel: of the target.
+        draft_apart: whether what drafts has GPUs of its own; None: no further model drafts.
+        hosts: that one replica lies on.
+        num_gpus: of one replica, all its models together.
+        batch: most sequences in flight of one replica.
+        num_draft_tokens: proposed to the target a cycle; 0 is plain decoding.
+        most_requests_per_second: of one replica with all its slots taken.
+        planned_requests_per_second: of one replica, that keeps the targets; 0: none does.
+        tpot_ms: time per output token with all slots taken, the prefills of other requests included.
+        ttft_ms: time to first token that 95 % of the requests keep, waiting included.
+        settings: what to set in the spec for it, as `key=value` words; empty where the spec says all of it.
+        replicas: that are needed; None: none keep the targets, see `problem`.
+        utilisation: part of what the replicas could do at most that the rate takes.
+        cost_per_hour: US dollars for all replicas; None without a price.
+        cost_per_million: US dollars for a million output tokens at the rate.
+        problem: which target no batch keeps; the figures are then those that come nearest.
+    """
+
+    method: str
+    title: str
+    own: bool
+    tensor_parallel: int
+    pipeline_parallel: int
+    draft_apart: bool | None
+    hosts: int
+    num_gpus: int
+    batch: int
+    num_draft_tokens: int
+    most_requests_per_second: float
+    planned_requests_per_second: float
+    tpot_ms: float
+    ttft_ms: float
+    settings: str = ""
+    replicas: int | None = None
+    utilisation: float | None = None
+    cost_per_hour: float | None = None
+    cost_per_million: float | None = None
+    problem: str | None = None
+
+    @property
+    def all_gpus(self) -> int | None:
+        """GPUs of all replicas."""
+        return None if self.replicas is None else self.replicas * self.num_gpus
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What serves a rate of requests.
+
+    Attributes:
+        rate: requests a second.
+        answer_tokens: mean output tokens of a request.
+        utilisation: that is not exceeded.
+        ttft_ms: target of the time to first token, which 95 % of the requests are to keep; None: not given.
+        methods: the spec's layout with each method of which something is known, the cheapest first.
+        layouts: the spec's method with the target split otherwise, or with the draft elsewhere, the cheapest first.
+        notes: what is left out, and why.
+    """
+
+    rate: float
+    answer_tokens: int
+    utilisation: float
+    ttft_ms: float | None
+    methods: tuple[Fleet, ...]
+    layouts: tuple[Fleet, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def own(self) -> Fleet | None:
+        """The spec as it is; None: nothing is known of it."""
+        return next((fleet for fleet in self.methods if fleet.own), None)
+
+    @property
+    def by_layout(self) -> list[Fleet]:
+        """The layouts, the spec's own among them; the cheapest first."""
+        own = [self.own] if self.own else []
+        return sorted([*own, *self.layouts], key=lambda each: (each.replicas is None, each.all_gpus or each.num_gpus))
+
+    @property
+    def cheapest(self) -> Fleet | None:
+        """What takes the fewest GPUs of all, the spec as it is where nothing takes fewer; None: nothing is feasible."""
+        able = [fleet for fleet in (*self.methods, *self.layouts) if fleet.replicas is not None]
+        return min(able, key=lambda fleet: (fleet.all_gpus or 0, not fleet.own), default=None)
+
+    @property
+    def headline(self) -> str:
+        """The answer in one sentence."""
+        asked = f"{self.rate:g} requests/s of {self.answer_tokens} tokens each"
+        best = self.cheapest
+        if best is None:
+            nearest = min((*self.methods, *self.layouts), key=lambda fleet: fleet.tpot_ms, default=None)
+            return f"No feasible configuration for {asked}{f': {nearest.problem}' if nearest else ''}."
+        cost = "" if best.cost_per_hour is None else f", ${best.cost_per_hour:,.2f} an hour"
+        own = "" if best.own else f" with {best.title}, TP {best.tensor_parallel} x PP {best.pipeline_parallel}"
+        return f"{asked} take {counted(best.replicas, 'replica')} ({counted(best.all_gpus, 'GPU')}){own}{cost}."
+
+
+def counted(number: int | None, noun: str) -> str:
+    """`1 replica`, `2 replicas`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+@dataclass(frozen=True)
 class Plan:
     """The answer to: does it fit, does it pay, with how many draft tokens, and until which batch.
 
@@ -176,6 +287,7 @@ class Plan:
         latency_ms: target of the time per output token; None: not given.
         within_latency: the point with most tokens per second that fits and meets latency_ms; None: none does.
         warnings: what may make the plan wrong.
+        capacity: what serves a rate of requests; None: no rate was given.
     """
 
     name: str
@@ -201,6 +313,7 @@ class Plan:
     latency_ms: float | None = None
     within_latency: Point | None = None
     warnings: tuple[str, ...] = ()
+    capacity: Capacity | None = None
 
     @property
     def fits(self) -> bool:
@@ -241,10 +354,12 @@ class Plan:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, with `headline`, `fits`, and `best` (batch -> point) of every method; keys are text."""
+        """Everything, with the `headline`s, `fits`, and `best` (batch -> point) of every method; keys are text."""
         answer = asdict(self)
         for method, each in zip(self.methods, answer["methods"], strict=True):
             each["best"] = {str(batch): asdict(point) for batch, point in method.best.items()}
         for table in ("break_even", "schedule"):
             answer[table] = {str(load): value for load, value in answer[table].items()}
+        if self.capacity is not None:
+            answer["capacity"]["headline"] = self.capacity.headline
         return {"headline": self.headline, "fits": self.fits, **answer}

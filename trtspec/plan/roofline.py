@@ -2,12 +2,16 @@
 
 The parts are the matrices of the layers, attention over the KV cache, and the head. They run one after another, so each
 has a roof of its own: max(bytes / bandwidth, operations / rate), both divided by tensor_parallel. Between ranks come
-two all-reduces a layer.
+two all-reduces a layer, between stages a hand-over of the states.
+
+A model that is larger than a host lies on several: its ranks fill one host after the other, those of a stage
+(tensor_parallel) together, so that stages part at hosts first. What then crosses hosts goes through the network, of
+which each GPU has its part: a hand-over from GPU to GPU, an all-reduce in rings through the parts of a host's GPUs.
 
 Counted: weights at the width of their quantisation (scales of AWQ included; embedding, head and routers are never
 quantised); of a mixture of experts those that the tokens of all sequences touch; keys and values of every sequence;
 logits of every new token, of a prefill (context 0) the last one's. Not counted: activations, norms, sampling, launching
-kernels, a network between hosts. So small models and short passes come out too fast: of a 1B model on an H100, or a 7B
+kernels. So small models and short passes come out too fast: of a 1B model on an H100, or a 7B
 one on eight GPUs, believe measurements (`trtspec plan calibrate`).
 """
 
@@ -37,6 +41,9 @@ GPU turns from memory to arithmetic, and with them the batch at which plain deco
 LATENCY_S = 10e-6
 """Seconds until an all-reduce within a host begins to move bytes; an assumption, not fitted to anything."""
 
+NETWORK_LATENCY_S = 30e-6
+"""The same between hosts, with network cards that read GPU memory; an assumption too."""
+
 _BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
 _AWQ = 0.5 + 2 / 128  # four bits, and a 16-bit scale for every 128 of them
 _QUANTIZED: dict[str, tuple[float, Arithmetic | None]] = {  # bytes of a weight, arithmetic; None: the model's dtype
@@ -56,16 +63,20 @@ class Roofline:
         gpu: a catalogue row.
         efficiency: part of bandwidth and rates that is reached.
         extra: role -> weights that a pass reads besides layers and head, in the precision of the model.
+        host_gpus: GPUs of a host; None: all are on one.
+        network_gbps: what joins hosts, 10^9 bits a second for each GPU in each direction; None: not known.
 
     Raises:
         TrtspecError: the row has no bandwidth, as that of the CPU, or lacks an arithmetic or the link that a model
-            needs.
+            needs; a model is larger than a host, and the network is not known.
     """
 
     models: Mapping[str, tuple[ModelConfig, ModelRef]]
     gpu: Gpu
     efficiency: float = EFFICIENCY
     extra: Mapping[str, float] = field(default_factory=dict)
+    host_gpus: int | None = None
+    network_gbps: float | None = None
 
     def __post_init__(self) -> None:
         if self.gpu.bandwidth_gb_per_s is None:
@@ -77,14 +88,22 @@ class Roofline:
             self._require(role, ref)
 
     @classmethod
-    def of(cls, spec: Spec, configs: Mapping[str, ModelConfig], gpu: Gpu, efficiency: float = EFFICIENCY) -> Roofline:
+    def of(
+        cls,
+        spec: Spec,
+        configs: Mapping[str, ModelConfig],
+        gpu: Gpu,
+        efficiency: float = EFFICIENCY,
+        network_gbps: float | None = None,
+    ) -> Roofline:
         """The roofline of a spec's models, and of the heads or modules that its method adds (`HEADS`).
 
         Args:
-            spec: names roles, precisions and method.
+            spec: names roles, precisions, method, and the GPUs of a host.
             configs: role -> sizes.
             gpu: which need not be the spec's own.
             efficiency: see the class.
+            network_gbps: see the class.
         """
         models = {role: (configs[role], ref) for role, ref in spec.models.items()}
         target, speculation = configs["target"], spec.speculation
@@ -98,7 +117,7 @@ class Roofline:
         elif speculation.method == "mtp":
             models[HEADS] = (replace(target, num_hidden_layers=1, num_dense_mlp_layers=0), spec.target)
             extra[HEADS] = 2 * target.hidden_size**2  # joins the state and the token's embedding
-        return cls(models, gpu, efficiency, extra)
+        return cls(models, gpu, efficiency, extra, spec.hardware.num_gpus, network_gbps)
 
     @property
     def source(self) -> str:
@@ -153,10 +172,15 @@ class Roofline:
         """Two ring all-reduces of the states (`state` bytes) a layer, and a hand-over between stages."""
         if self.gpu.link is None:
             return 0.0
-        one_way = self.gpu.link.gb_per_s / 2 * 1e9
-        ranks, hand_overs = ref.tensor_parallel, ref.pipeline_parallel - 1
-        reduced = LATENCY_S + 2 * (ranks - 1) / ranks * state / one_way
-        return (ranks > 1) * 2 * config.num_hidden_layers * reduced + hand_overs * (LATENCY_S + state / one_way)
+        ranks, stages = ref.tensor_parallel, ref.pipeline_parallel
+        one_way, network = self.gpu.link.gb_per_s / 2 * 1e9, (self.network_gbps or 0.0) / 8 * 1e9
+        here = self.host_gpus or ref.world_size
+        latency, ring = (LATENCY_S, one_way) if ranks <= here else (NETWORK_LATENCY_S, min(one_way, here * network))
+        reduced = latency + 2 * (ranks - 1) / ranks * state / ring
+        far = sum(first // here != (first - ranks) // here for first in range(ranks, ref.world_size, ranks))
+        seconds = (ranks > 1) * 2 * config.num_hidden_layers * reduced
+        seconds += (stages - 1 - far) * (LATENCY_S + state / one_way)
+        return seconds + (far * (NETWORK_LATENCY_S + state / network) if far else 0.0)
 
     def _require(self, role: str, ref: ModelRef) -> None:
         for kind in (ref.dtype, precision(ref)[1]):
@@ -170,6 +194,11 @@ class Roofline:
             raise TrtspecError(
                 f"the catalogue does not say what joins GPUs of type {self.gpu.name}, and the {role} takes several",
                 fix="add `link` to its row in a --gpu-file",
+            )
+        if self.host_gpus is not None and ref.world_size > self.host_gpus and self.network_gbps is None:
+            raise TrtspecError(
+                f"the {role} lies on several hosts of {self.host_gpus} GPUs, and what joins them is not known",
+                fix="give it for each GPU in 10^9 bits a second, such as --network-gbps 400",
             )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from trtspec.plan.result import MethodPlan, Plan, Point
+from trtspec.plan.result import Capacity, Fleet, MethodPlan, Plan, Point
 from trtspec.plan.schedule import compact
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ def renderables(plan: Plan) -> Iterator[RenderableType]:
     if plan.assumed and not plan.own.points:
         yield Text("\nassumption, not measured: speed-up (draft tokens) by acceptance rate")
         yield _assumed(plan)
+    if plan.capacity is not None:
+        yield from _capacity(plan, plan.capacity)
     yield from map(Text, _closing(plan))
 
 
@@ -49,7 +51,8 @@ def _table(*columns: str, left: Sequence[str] = ()) -> Table:
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for column in columns:
-        table.add_column(column, justify="left" if column in left else "right", no_wrap=column not in left)
+        first = column in left
+        table.add_column(column, justify="left" if first else "right", no_wrap=not first, overflow="fold")
     return table
 
 
@@ -157,6 +160,56 @@ def _assumed(plan: Plan) -> Table:
     needed = (plan.break_even.get(batch) for batch in batches)
     table.add_section()
     table.add_row("pays above", *("never" if rate is None else f"{rate:.2f}" for rate in needed))
+    return table
+
+
+def _capacity(plan: Plan, found: Capacity) -> Iterator[RenderableType]:
+    from rich.text import Text
+
+    feasible = found.cheapest is not None
+    yield Text(f"\n{found.headline}", style="green" if feasible else "red")
+    within = f", {plan.latency_ms:g} ms a token" if plan.latency_ms is not None else ""
+    within += f", the first after {found.ttft_ms:g} ms in 95 %" if found.ttft_ms is not None else ""
+    yield Text(f"prompts of {plan.prompt} tokens, at most {found.utilisation:.0%} busy{within}")
+    if found.methods:
+        yield Text("\nreplicas by method")
+        yield _fleets(found.methods, plan)
+    if found.layouts:
+        yield Text(f"\nreplicas by layout (TP x PP, * over several hosts), {found.layouts[0].title}")
+        yield _fleets(found.by_layout, plan, by_layout=True)
+    yield from (Text(f"{_layout(each)}: {each.problem}") for each in (*found.methods, *found.layouts) if each.problem)
+    yield from map(Text, found.notes)
+    best = found.cheapest
+    if best is not None and best.settings:
+        yield Text(f"to set for the fewest GPUs: {best.settings}")
+    if best is not None and plan.gpu != "cpu":
+        yield Text(f"then: trtspec deploy k8s CONFIG --out DIR --replicas {best.replicas}")
+
+
+def _layout(fleet: Fleet) -> str:
+    where = "" if fleet.draft_apart is None else ", draft apart" if fleet.draft_apart else ", draft shares"
+    return f"{fleet.title}, TP {fleet.tensor_parallel} x PP {fleet.pipeline_parallel}{where}"
+
+
+def _fleets(fleets: Sequence[Fleet], plan: Plan, by_layout: bool = False) -> Table:
+    price = ["$ / h\n", "$ / M\ntokens"] if plan.price_per_gpu_hour is not None else []
+    names = ("TP x PP\n", "draft\n") if by_layout else ("method\n",)
+    columns = ("batch\n(drafts)", "repli-\ncas", "GPUs\n", "busy\n", "TPOT\nms", "TTFT\nms")
+    table = _table(*names, *columns, *price, left=names)
+    for each in fleets:
+        split = f"{each.tensor_parallel} x {each.pipeline_parallel}{'*' * (each.hosts > 1)}"
+        draft = "-" if each.draft_apart is None else "apart" if each.draft_apart else "shares"
+        mine = " (spec)" if each.own else ""
+        table.add_row(
+            *((split + mine, draft) if by_layout else (each.title + mine,)),
+            f"{each.batch} ({each.num_draft_tokens})",
+            "-" if each.replicas is None else f"{each.replicas}",
+            "-" if each.all_gpus is None else f"{each.all_gpus}",
+            "-" if each.utilisation is None else f"{each.utilisation:.0%}",
+            *map(_figure, (each.tpot_ms, each.ttft_ms)),
+            *("-" if cost is None else _figure(cost) for cost in (each.cost_per_hour, each.cost_per_million) if price),
+            style="dim" if each.problem else None,
+        )
     return table
 
 
