@@ -231,6 +231,8 @@ class Ours:
             max_tokens=max_tokens,
             end_ids=self._end_ids,
             num_draft_tokens=self.spec.default_num_draft_tokens if row else 0,
+            # of a short answer too, something must stand behind the first block
+            plain_chunk_tokens=min(self.spec.serving.plain_chunk_tokens, max(max_tokens // 4, 1)),
             target_context=self.configs["target"].max_seq_len,
             draft_context=row.draft_context(draft_engines(self._runtimes)) if row else None,
         )

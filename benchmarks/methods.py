@@ -212,8 +212,8 @@ def ceilings(plain: Ours, contenders: Sequence[Ours], model: ModelConfig) -> dic
     }
 
 
-def built(config: Path, settings: Sequence[str], dtype: str | None, directory: Path) -> Spec:
-    """The spec of a config, in another dtype if one is named, with its engines up to date under `directory`."""
+def overrides_of(config: Path, settings: Sequence[str], dtype: str | None, directory: Path) -> list[str]:
+    """What turns a config into what is measured: `settings`, another dtype if one is named, and its place."""
     spec = load_spec(config, settings)
     overrides = [*settings]
     overrides += [f"output.{what}={directory / what / spec.name}" for what in ("engines", "model_repo")]
@@ -228,7 +228,12 @@ def built(config: Path, settings: Sequence[str], dtype: str | None, directory: P
         if spec.speculation.method == "cascade" and spec.speculation.cascade:
             further = [middle.model_dump(mode="json") | {"dtype": dtype} for middle in spec.speculation.cascade.middles]
             overrides.append(f"speculation.cascade.middles={json.dumps(further)}")
-    spec = load_spec(config, overrides)
+    return overrides
+
+
+def built(config: Path, settings: Sequence[str], dtype: str | None, directory: Path) -> Spec:
+    """The spec of a config, in another dtype if one is named, with its engines up to date under `directory`."""
+    spec = load_spec(config, overrides_of(config, settings, dtype, directory))
     report = build_graph(spec).run(Lines(lambda line: click.echo(f"  {line}", err=True)))
     if report.error:
         raise report.error
@@ -269,7 +274,7 @@ def main(
 ) -> None:
     """Measure the methods of CONFIGS, those of the quickstart by default."""
     try:
-        wanted = _wanted(configs or CONFIGS, methods)
+        wanted = wanted_configs(configs or CONFIGS, methods)
         specs = [built(config, settings, dtype, work_dir.resolve()) for config in wanted]
         result = run(specs, chosen_prompts(files or PROMPTS, prompts), max_tokens, transformers)
     except TrtspecError as error:
@@ -282,7 +287,7 @@ def main(
         raise click.ClickException("a text differs from that of plain decoding by more than a tie")
 
 
-def _wanted(configs: Sequence[Path], methods: str | None) -> list[Path]:
+def wanted_configs(configs: Sequence[Path], methods: str | None) -> list[Path]:
     """The configs whose method is among `methods`."""
     by_method: dict[str, Path] = {}
     for config in configs:
@@ -297,7 +302,7 @@ def _wanted(configs: Sequence[Path], methods: str | None) -> list[Path]:
     return wanted
 
 
-def _check_same_target(contenders: Sequence[Ours]) -> None:
+def check_same_target(contenders: Sequence[Ours]) -> None:
     """Only texts of one model can be compared."""
     for ours in contenders:
         if ours.target != contenders[0].target:
@@ -310,7 +315,7 @@ def run(specs: Sequence[Spec], prompts: Sequence[Prompt], max_tokens: int, trans
     """Measure and print; returns what the JSON line says."""
     plain = Ours(specs[0], plain=True)
     ours = [Ours(spec) for spec in specs]
-    _check_same_target(ours)
+    check_same_target(ours)
     limits = ceilings(plain, ours, plain.configs["target"].model)
     show_ceilings(limits)
     end_ids = plain.configs["target"].eos_token_ids

@@ -23,8 +23,7 @@ from pathlib import Path
 import click
 from serving import free_ports
 
-from trtspec.bench.load import closed_loop
-from trtspec.bench.load import in_turn as _in_turn
+from trtspec.bench.load import closed_loop, in_turn
 from trtspec.build.progress import Lines
 from trtspec.build.steps import build_graph
 from trtspec.decoding.sampling import GREEDY
@@ -165,7 +164,7 @@ class Bench:
                 spent = dict.fromkeys(arms, 0.0)
                 for case in self._cases:
                     answers = set()
-                    for arm in _in_turn(list(arms), number):
+                    for arm in in_turn(list(arms), number):
                         subject, stream = arms[arm]
                         begin = time.perf_counter()
                         answer = subject.generate(self._query(case, stream))
@@ -184,7 +183,7 @@ class Bench:
         for count in counts:
             rates: dict[str, list[float]] = {arm: [] for arm in drafts}
             for number in range(warmups + rounds):
-                for arm in _in_turn(list(drafts), number):
+                for arm in in_turn(list(drafts), number):
                     rate = self._rate(count, drafts[arm])
                     if number >= warmups:
                         rates[arm].append(rate)

@@ -215,14 +215,19 @@ def test_an_earlier_run_and_a_plan_stand_beside_it(tiny: str, tmp_path: Path) ->
     assert bench(tiny, prompts, *few, "-n", "8").exit_code == 0
     old = (tmp_path / "p.json").rename(tmp_path / "old.json")
     point = {"batch": 1, "num_draft_tokens": 3, "speed_up": 2.0, "speed_up_interval": [1.9, 2.1]}
+    point |= {"tokens_per_pass": 2.5, "cycle_ms": 10.0, "plain_ms": 8.0}
     (tmp_path / "plan.json").write_text(json.dumps({"methods": [{"points": [point]}]}))
     beside = ["--compare", str(old), "--plan", str(tmp_path / "plan.json")]
     done = bench(tiny, prompts, *few, "-n", "8", *beside)
     assert done.exit_code == 0, done.output
     assert "1 client, on, against old.json: " in done.stdout
     assert "1 client, planned 2.00 (1.90 to 2.10), measured " in done.stdout
+    assert "planned and measured tokens a pass 2.50 and " in done.stdout
     figures = json.loads((tmp_path / "p.json").read_text())
-    assert figures["against_plan"]["points"][0]["planned"]["batch"] == 1
+    (beside_plan,) = figures["against_plan"]["points"]
+    assert beside_plan["planned"]["batch"] == 1
+    made_of, value = beside_plan["factors"], beside_plan["measured"]["value"]
+    assert made_of["tokens_per_pass"] * made_of["plain_ms"] / made_of["cycle_ms"] == pytest.approx(value)
     assert [each["arm"] for each in figures["against_old"]["ratios"]] == ["on", "off"]
     (tmp_path / "p.json").unlink()
     refused = bench(tiny, prompts, *few, "-n", "9", *beside)

@@ -15,7 +15,16 @@ import pytest
 from rich.console import Console
 
 from trtspec.bench import serve_report
-from trtspec.bench.compare import Planned, beside_arms, beside_old, beside_plan, check_old, check_plan, read_plan
+from trtspec.bench.compare import (
+    Factors,
+    Planned,
+    beside_arms,
+    beside_old,
+    beside_plan,
+    check_old,
+    check_plan,
+    read_plan,
+)
 from trtspec.bench.load import Answer
 from trtspec.bench.serve_figures import DECODING, WHOLE, between_tokens, cells, ratio
 from trtspec.bench.serve_page import to_html
@@ -220,13 +229,32 @@ def test_nothing_in_common_cannot_be_compared() -> None:
         check_old(SETTINGS, old, "old.json")
 
 
-PLAN = [Planned(1, 4, 3.6, 3.4, 3.8), Planned(1, 2, 2.0, 2.0, 2.0), Planned(2, 4, 1.5, 1.5, 1.5)]
+FACTORS = Factors(2.5, 600.0, 1000.0)
+PLAN = [
+    Planned(1, 4, 3.6, 3.4, 3.8, FACTORS),
+    Planned(1, 2, 2.0, 2.0, 2.0, FACTORS),
+    Planned(4, 4, 1.5, 1.5, 1.5, FACTORS),
+]
 
 
 def test_a_plan_is_held_against_decoding() -> None:
     (found,) = beside_plan(result(steady({"on": 1.0, "off": 4.0})), PLAN)
     assert found.planned.speed_up == 3.6 and found.measured.value == pytest.approx(4.0)
     assert found.deviation == pytest.approx(-0.1)
+    assert found.factors is None  # nobody has said how many passes there were
+
+
+def test_the_factors_of_a_measured_speed_up() -> None:
+    """By hand: 4 tokens in 2 passes of 500 ms, plain a token a second; the first block and errors count for nothing."""
+    rows = steady({"on": 1.0, "off": 4.0})
+    made = result([replace(each, answer=replace(each.answer, passes=3)) for each in rows if each.arm == "on"])
+    failed = row("on", 1, 7, answer((1.0, 1.0), (9.0, 4.0), passes=99, error="refused"))
+    on, off = [*made.rows, failed], [each for each in rows if each.arm == "off"]
+    factors = Factors.measured(on, off)
+    assert factors == Factors(pytest.approx(2.0), pytest.approx(500.0), pytest.approx(1000.0))  # type: ignore[arg-type]
+    decoding = ratio(made.rows, off, DECODING)
+    assert factors and decoding
+    assert decoding.value == pytest.approx(factors.tokens_per_pass * factors.plain_ms / factors.cycle_ms)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +276,7 @@ def test_a_plan_is_read_as_the_planner_writes_it(tmp_path: Path) -> None:
     point = Point(2, 4, 2.5, (2.4, 2.6), 30.0, 20.0, 1.7, (1.6, 1.8), 160.0, 12.0, 90.0)
     method = asdict(MethodPlan("draft_target", "a draft model", points=(point,)))
     (tmp_path / "plan.json").write_text(json.dumps({"methods": [method]}))
-    assert read_plan(tmp_path / "plan.json") == [Planned(2, 4, 1.7, 1.6, 1.8)]
+    assert read_plan(tmp_path / "plan.json") == [Planned(2, 4, 1.7, 1.6, 1.8, Factors(2.5, 30.0, 20.0))]
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"methods": []}', '{"methods": [{"points": [{"batch": 1}]}]}', "\xff"])
@@ -302,6 +330,18 @@ def test_headline_says_whether_it_pays_and_until_when() -> None:
     assert never.headline == "It is slower: 0.40 (0.40 to 0.40) times as fast with drafts at 1 client."
     alone = Report(result(steady({"on": 4.0})))
     assert alone.headline == "2.0 tokens/s at 1 client (on)."
+
+
+def test_a_plan_is_judged_where_it_is_most_off() -> None:
+    assert report().about_plan == (
+        "The plan is off by +350.0% at most: while decoding at 4 clients it said 1.50 times as fast, and measured are "
+        "0.33 (0.33 to 0.33)."
+    )
+    assert report(plan=PLAN[:1]).about_plan == (
+        "The plan is off by -10.0%: while decoding at 1 client it said 3.60 times as fast, and measured are "
+        "4.00 (4.00 to 4.00)."
+    )
+    assert report(plan=()).about_plan is None
 
 
 def test_lines_have_every_comparison() -> None:
@@ -369,3 +409,12 @@ def test_page_stands_alone_and_says_it_all() -> None:
 def test_one_load_has_no_curves_over_loads() -> None:
     page = to_html(Report(result(steady({"on": 1.0, "off": 2.0}))))
     assert page.count('role="img"') == 1 and "Throughput" not in page
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what matplotlib imports
+@pytest.mark.parametrize(("passes", "shown"), [(3, "2.50 / 2.00"), (0, "2.50 / -")])
+def test_page_says_what_a_plan_that_is_off_has_wrong(passes: int, shown: str) -> None:
+    rows = [replace(each, answer=replace(each.answer, passes=passes)) for each in steady({"on": 1.0, "off": 4.0})]
+    page = to_html(Report(result(rows), plan=PLAN, plan_name="plan.json"))
+    cells = {" ".join(cell.split()) for cell in re.findall(r'data-label="Tokens a pass">(.*?)</td>', page, re.DOTALL)}
+    assert cells == {shown}

@@ -61,12 +61,6 @@ def test_adaptive_is_measured_by_the_better_of_the_two(bls: Any, fixed: float, o
     assert (row.better, row.ratio.median) == (better, 0.75)
 
 
-def test_everyone_is_first_in_turn(bls: Any) -> None:
-    orders = [bls.throughput._in_turn(["a", "b", "c"], number) for number in range(3)]
-    assert [order[0] for order in orders] == ["a", "b", "c"]
-    assert all(sorted(order) == ["a", "b", "c"] for order in orders)
-
-
 def test_a_line_is_found_exactly(bls: Any) -> None:
     seconds = [2.0 * number for number in range(300)]
     line = bls.soak.trend(seconds, [(100 + 36 * at / 3600) * MIB for at in seconds])

@@ -9,29 +9,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from click.testing import CliRunner, Result
-from safetensors.torch import save_file
+from small_specs import SPECULATION
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-PROMPTS = [
-    {"prompt": f"the target verifies {i}, the target verifies {i}", "category": "code" if i % 2 else "chat"}
-    for i in range(4)
-]
-DRAFT = {"draft": {"model": "./draft", "dtype": "float32"}}
-SPECULATION: dict[str, dict[str, Any]] = {
-    "draft_target": {**DRAFT, "num_draft_tokens": 3},
-    "early_exit": {"early_exit": {"layer": 1}, "num_draft_tokens": 3},
-    "ngram": {"ngram": {"max_ngram": 2}, "num_draft_tokens": 4},
-    "cascade": {
-        **DRAFT,
-        "num_draft_tokens": 3,
-        "cascade": {"num_draft_tokens": 2, "middle": {"model": "./middle", "dtype": "float32"}},
-    },
-    "tree": {**DRAFT, "tree": {"branching": [2, 1]}},
-    "medusa": {"medusa": {"heads": "./heads", "num_heads": 2, "choices": [[0], [1], [0, 0], [0, 1]]}},
-}
 MAX_TOKENS = 24
 
 
@@ -43,30 +25,6 @@ def benchmark() -> ModuleType:
         import methods
 
         return methods
-
-
-@pytest.fixture(scope="module")
-def configs(tmp_path_factory: pytest.TempPathFactory, save_model: Callable[..., Path]) -> dict[str, Path]:
-    """One config a method."""
-    root = tmp_path_factory.mktemp("benchmark")
-    save_model(root / "target")
-    save_model(root / "middle", blend=(1, 0.05))
-    save_model(root / "draft", blend=(1, 0.15))
-    (root / "heads").mkdir()
-    shapes = {"weight": (32, 32), "bias": (32,)}  # of zeros: each head says what the target says next
-    heads = {f"{h}.0.linear.{kind}": torch.zeros(shape) for h in range(2) for kind, shape in shapes.items()}
-    save_file(heads, root / "heads" / "medusa_lm_head.safetensors")
-    (root / "prompts.jsonl").write_text("".join(f"{json.dumps(prompt)}\n" for prompt in PROMPTS))
-    for method, section in SPECULATION.items():
-        content = {
-            "version": 1,
-            "name": method,
-            "target": {"model": "./target", "dtype": "float32"},
-            "speculation": {"method": method, **section},
-            "engine": {"max_batch_size": 2, "max_input_len": 128, "max_seq_len": 256},
-        }
-        (root / f"{method}.yaml").write_text(yaml.safe_dump(content))
-    return {method: root / f"{method}.yaml" for method in SPECULATION}
 
 
 def invoke(benchmark: ModuleType, configs: dict[str, Path], *words: str) -> Result:

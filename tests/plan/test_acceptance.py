@@ -113,6 +113,19 @@ def ranked(*ranks: int) -> Proposer:
     return Proposer(rank=np.array(ranks), top=np.array([5 if rank == 0 else 6 for rank in ranks]))
 
 
+def test_trees_of_heads_are_cut_at_the_end_of_each_call() -> None:
+    """Heads that are always right, 13 tokens in calls of 4: the first comes with the prompt; then 3, 3 1, 3 1, 1."""
+    heads = trace_of(answer([5] * 13, heads=Proposer(ranks=np.zeros((13, 2), dtype=np.int64))))
+    whole = Drafting("medusa", 3, choices=((0,), (1,), (0, 0)), roles=())
+    found = expected(heads, whole, 0.0)
+    assert (found.emitted, found.passes, found.drafted) == (12.0, 4.0, 12.0)
+    cut = expected(heads, replace(whole, chunk=4), 0.0)
+    # Three nodes where 3 or 4 tokens are still to come, none for the last one of a call.
+    assert (cut.emitted, cut.passes, cut.drafted) == (12.0, 6.0, 4 * 3.0)
+    two = expected(heads, replace(whole, choices=((0,),), num_draft_tokens=1, chunk=4), 0.0)
+    assert (two.passes, two.drafted) == (7.0, 6.0)  # 2 1, 2 2, 2 2, 1; none for the second 1
+
+
 def test_trees_by_hand() -> None:
     """Ranks 0 1 0 | 2 | 0 0 along six tokens, and a tree of (2, 1): the second child may come first, but not below."""
     one = trace_of(answer([5] * 6, draft=ranked(0, 1, 0, 2, 0, 0)))

@@ -478,7 +478,8 @@ def test_every_method_is_measured(
         speculation = {"cascade": {"middle": middle, "num_draft_tokens": 2}}
     spec = spec_of(method, speculation=speculation)
     pair = pairs.pair_of_spec(spec, Sources(spec), "cpu")
-    assert {role for role, each in pair.models.items() if each.verifies} == {"target", "middle"} & spec.models.keys()
+    whole = {"target", "middle", "draft" if method == "tree" else ""} & spec.models.keys()
+    assert {role for role, each in pair.models.items() if each.scores_all} == whole
     if method == "early_exit":  # the target's own weights, not a copy
         target, draft = (pair.models[role].model.weights for role in ("target", "draft"))
         assert draft["lm_head.weight"].data_ptr() == target["lm_head.weight"].data_ptr()
@@ -584,12 +585,12 @@ def test_graphs_of_a_gpu_are_passes_over_rows(monkeypatch: pytest.MonkeyPatch, s
     seen = torch.randint(model.config.vocab_size, (3, 16))
     model.forward(seen, cache, 0)
     monkeypatch.setattr(torch, "randint", lambda *_, **__: seen[:, :4])
-    run = measuring._graphs_of(model, cache, verifies=True)(3, 4, 16)
+    run = measuring._graphs_of(model, cache, scores_all=True)(3, 4, 16)
     assert run is not None
     run()
     expected = model.forward(seen[:, :4], cache, 16)
     assert len(recorded) == 2 and recorded[1].tolist() == expected.argmax(-1).tolist()
-    prefill = measuring._graphs_of(model, cache, verifies=True)(1, 4, 0)
+    prefill = measuring._graphs_of(model, cache, scores_all=True)(1, 4, 0)
     assert prefill is not None and prefill() is None
     assert len(recorded) == 2  # not recorded
 

@@ -12,7 +12,6 @@ from trtspec.plan.speedup import (
     crossover,
     expected_tokens,
     expected_tokens_of,
-    extra_arithmetic,
     needed_acceptance,
     speed_up,
 )
@@ -66,16 +65,6 @@ def test_without_drafts_nothing_is_gained_or_lost() -> None:
 def test_speed_up_by_hand() -> None:
     assert speed_up(3.0, 4, 0.05) == pytest.approx(3.0 / 1.2)
     assert speed_up(3.0, 4, 0.05, verify_cost=1.5, overhead=0.1) == pytest.approx(3.0 / 1.8)
-
-
-@pytest.mark.parametrize(("alpha", "k", "draft"), [(0.7, 3, 0.1), (0.9, 6, 0.02), (0.0, 2, 0.5)])
-def test_extra_arithmetic_is_the_papers(alpha: float, k: int, draft: float) -> None:
-    paper = (1 - alpha) * (k * draft + k + 1) / (1 - alpha ** (k + 1))
-    assert extra_arithmetic(alpha, k, draft) == pytest.approx(paper)
-
-
-def test_extra_arithmetic_of_perfect_drafts_is_the_drafts_own() -> None:
-    assert extra_arithmetic(1.0, 4, 0.1) == pytest.approx(1 + 4 * 0.1 / 5)
 
 
 # Best draft length and its speed-up for c and alpha, v = 1.

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from trtspec.bench.kept import differences
 from trtspec.bench.serve import OFF, ON
 from trtspec.bench.serve_figures import DECODING, WHOLE, Ratio, ratio
-from trtspec.bench.serve_result import CONCURRENCY, Load, Result
+from trtspec.bench.serve_result import CONCURRENCY, Load, Result, Row
 from trtspec.errors import TrtspecError
 
 # Settings that change what is measured, not how precisely. What the server is and drafts may be what is compared.
@@ -38,6 +38,35 @@ class Beside:
 
 
 @dataclass(frozen=True)
+class Factors:
+    """What a speed-up is made of: tokens_per_pass x plain_ms / cycle_ms.
+
+    Attributes:
+        tokens_per_pass: emitted tokens a pass of the target, for one sequence.
+        cycle_ms: from one pass of the target to the next one while drafting.
+        plain_ms: the same without drafts, that is for a token.
+    """
+
+    tokens_per_pass: float
+    cycle_ms: float
+    plain_ms: float
+
+    @classmethod
+    def measured(cls, rows: Sequence[Row], base: Sequence[Row]) -> Factors | None:
+        """Those of requests that draft and of the same ones without; None: no passes are known behind the first one.
+
+        A prompt's own pass brings the first block and counts for nothing, as in the ratio of decoding.
+        """
+        drafted, plain = ([row.answer for row in side if not row.answer.error] for side in (rows, base))
+        tokens, seconds = (sum(answer.later[place] for answer in drafted) for place in (0, 1))
+        plain_tokens, plain_s = (sum(answer.later[place] for answer in plain) for place in (0, 1))
+        passes = sum(max(answer.passes - 1, 0) for answer in drafted)
+        if not (passes and plain_tokens):
+            return None
+        return cls(tokens / passes, 1e3 * seconds / passes, 1e3 * plain_s / plain_tokens)
+
+
+@dataclass(frozen=True)
 class Planned:
     """A plan's speed-up of the spec's own method over plain decoding, with its interval."""
 
@@ -46,14 +75,20 @@ class Planned:
     speed_up: float
     low: float
     high: float
+    factors: Factors
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """A plan's speed-up and the measured one, while decoding, with as many clients as its batch has sequences."""
+    """A plan's speed-up and the measured one, while decoding, with as many clients as its batch has sequences.
+
+    Attributes:
+        factors: measured; None: the server does not tell its passes.
+    """
 
     planned: Planned
     measured: Ratio
+    factors: Factors | None
 
     @property
     def deviation(self) -> float:
@@ -129,19 +164,23 @@ def read_plan(path: Path) -> list[Planned]:
     """
     try:
         points = json.loads(path.read_text(encoding="utf-8"))["methods"][0]["points"]
-        return [
-            Planned(
-                int(point["batch"]),
-                int(point["num_draft_tokens"]),
-                float(point["speed_up"]),
-                *(float(end) for end in point["speed_up_interval"]),
-            )
-            for point in points
-        ]
+        return [_planned_point(point) for point in points]
     except FileNotFoundError as error:
         raise TrtspecError("no such plan", where=str(path), fix="write one with trtspec plan CONFIG --json") from error
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise TrtspecError("is no plan", where=str(path), expected="what `trtspec plan --json` writes") from error
+
+
+def _planned_point(point: Mapping[str, Any]) -> Planned:
+    low, high = point["speed_up_interval"]
+    return Planned(
+        batch=int(point["batch"]),
+        num_draft_tokens=int(point["num_draft_tokens"]),
+        speed_up=float(point["speed_up"]),
+        low=float(low),
+        high=float(high),
+        factors=Factors(*(float(point[field.name]) for field in fields(Factors))),
+    )
 
 
 def check_plan(settings: Mapping[str, Any], plan: Sequence[Planned], where: str) -> None:
@@ -165,7 +204,7 @@ def check_plan(settings: Mapping[str, Any], plan: Sequence[Planned], where: str)
 def beside_plan(result: Result, plan: Sequence[Planned]) -> list[Predicted]:
     """The plan's speed-up beside the measured one, for each number of clients that the plan has as a batch size."""
     return [
-        Predicted(planned, each.decoding)
+        Predicted(planned, each.decoding, Factors.measured(*(result.rows_of(each.load, arm) for arm in (ON, OFF))))
         for each in beside_arms(result)
         if (each.arm, each.base) == (ON, OFF)
         and (planned := _planned(plan, each.load, result.settings["num_draft_tokens"]))

@@ -162,16 +162,28 @@ def ratio(rows: Sequence[Row], base: Sequence[Row], kind: str) -> Ratio | None:
     Returns:
         None where one side has no tokens to compare, or took no time.
     """
-    import numpy as np
-
     rounds = max((row.round for row in (*rows, *base)), default=0)
     places = max((row.index for row in (*rows, *base)), default=-1) + 1
-    sides = [_sums(side, kind, rounds, places) for side in (rows, base)]
+    return ratio_of(_sums(rows, kind, rounds, places), _sums(base, kind, rounds, places))
+
+
+def ratio_of(sums: np.ndarray, base: np.ndarray) -> Ratio | None:
+    """How many times as fast one side is as another, from tokens and seconds alone.
+
+    Args:
+        sums, base: float64 `[rounds, places, 2]`, tokens and seconds of each request; zeros where there is none.
+
+    Returns:
+        None where one side has no tokens to compare, or took no time.
+    """
+    import numpy as np
+
+    sides = [sums, base]
     if not all(side.sum(axis=(0, 1)).all() for side in sides):
         return None
     sides = [side[side.any(axis=(1, 2))] for side in sides]  # rounds that one of two runs does not have
     generator = np.random.default_rng(_SEED)
-    most, quotients = max(len(side) for side in sides), []
+    most, places, quotients = max(len(side) for side in sides), sums.shape[1], []
     for _ in range(_DRAWS):
         drawn_rounds, drawn_places = generator.random((most, 1)), generator.random((most, places))
         quotients.append(_rate(_drawn(sides[0], drawn_rounds, drawn_places)))

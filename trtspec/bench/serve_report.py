@@ -91,6 +91,19 @@ class Report:
             text += f", {last.value:.2f} times at {mine[-1].load}"
         return text + "."
 
+    @cached_property
+    def about_plan(self) -> str | None:
+        """How far the plan is off, where it is most, in one sentence; None: there is none."""
+        if not self.predicted:
+            return None
+        worst = max(self.predicted, key=lambda each: abs(each.deviation))
+        at = f"{worst.planned.batch} client{'s' * (worst.planned.batch != 1)}"
+        most = " at most" if len(self.predicted) > 1 else ""
+        return (
+            f"The plan is off by {worst.deviation:+.1%}{most}: while decoding at {at} it said "
+            f"{worst.planned.speed_up:.2f} times as fast, and measured are {worst.measured}."
+        )
+
     def as_json(self) -> str:
         """The result with its figures, as text; `serve_result.read` reads it."""
         return to_json(
@@ -122,11 +135,17 @@ def beside_lines(report: Report) -> list[str]:
     found = [f"{each.load}, {each.arm} against {each.base}: {_speeds(each)}" for each in report.arms]
     found += [f"{each.load}, {each.arm}, against {report.old_name}: {_speeds(each)}" for each in report.olds]
     for each in report.predicted:
-        plan = each.planned
+        plan, planned, measured = each.planned, each.planned.factors, each.factors
         found.append(
             f"{plan.batch} client{'s' * (plan.batch != 1)}, planned {plan.speed_up:.2f} ({plan.low:.2f} to "
             f"{plan.high:.2f}), measured {each.measured} while decoding: deviation {each.deviation:+.1%}"
         )
+        if measured:
+            found[-1] += (
+                f"; planned and measured tokens a pass {planned.tokens_per_pass:.2f} and "
+                f"{measured.tokens_per_pass:.2f}, cycle {planned.cycle_ms:.1f} and {measured.cycle_ms:.1f} ms, plain "
+                f"pass {planned.plain_ms:.1f} and {measured.plain_ms:.1f} ms"
+            )
     return [*found, *(f"note: {note}" for note in report.notes), report.headline]
 
 

@@ -223,7 +223,8 @@ def _totals(answer: Answer, drafting: Drafting) -> Floats:
         survival, found = _ngram(answer, drafting)
         return _cycles(survival, drafting, np.where(found, k, 0))
     if drafting.method == "medusa":
-        return _cycles(_heads(answer, drafting), drafting)
+        survival, proposed = _within_calls(_heads(answer, drafting), drafting)
+        return _cycles(survival, drafting, proposed)
     if drafting.method == "mtp":
         return _cycles(_modules(answer, drafting), drafting)
     if drafting.method == "tree":
@@ -364,6 +365,17 @@ def _heads(answer: Answer, drafting: Drafting) -> Floats:
         raise TrtspecError(f"the trace knows {ranks.shape[1]} heads, the tree has {drafting.depth} levels")
     children = _is_rank(ranks[:-1, : drafting.depth], int(drafting.tree.tokens.max()) + 1)
     return _along(drafting.tree, children)
+
+
+def _within_calls(survival: Floats, drafting: Drafting) -> tuple[Floats, NDArray[np.int64]]:
+    """S from the second token on where trees are cut at the end of each call, and `[n]` the nodes that are left."""
+    depths, n = drafting.tree.depths(), len(survival)
+    if not drafting.chunk:
+        return survival, np.full(n, len(depths))
+    left = drafting.chunk - (1 + np.arange(n)) % drafting.chunk  # tokens of the call that are still to come
+    levels = left - 1  # the last of them is the target's own
+    kept = np.where(np.arange(survival.shape[1]) < levels[:, None], survival, 0.0)
+    return kept, (depths < levels[:, None]).sum(axis=1)
 
 
 def _modules(answer: Answer, drafting: Drafting) -> Floats:

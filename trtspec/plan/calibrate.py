@@ -23,7 +23,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtspec.decoding.methods import METHODS
+from trtspec.decoding.methods import DRAFTS, METHODS
 from trtspec.errors import TrtspecError
 from trtspec.plan.curves import Curves, Measured, ModelCurve, Overhead, catalogue_name, sizes_of
 from trtspec.plan.roofline import Roofline
@@ -202,8 +202,8 @@ def calibrate(pair: Pair, grid: Grid, seconds: float, *, clock: Clock = time.per
     """Measure the models of a pair and what a cycle takes between their passes.
 
     That is the time of short real cycles (greedy, of the method) less the time inside of their passes, which are timed
-    in the same cycles. Of an engine that drafts by itself, what its heads and the logits of a verification take, which
-    come after the pass there, is subtracted too.
+    in the same cycles. Of an engine that drafts by itself, what its heads and the scores of one token take, which come
+    after the pass there, is subtracted too.
 
     Args:
         pair: models in memory, all on one device.
@@ -224,12 +224,12 @@ def calibrate(pair: Pair, grid: Grid, seconds: float, *, clock: Clock = time.per
     asked = replace(grid, batches=batches)
     makers: dict[str, Passes] = {}
     for role, each in pair.models.items():
-        makers[role] = passes_of(each.model, asked, each.verifies)
+        makers[role] = passes_of(each.model, asked, each.scores_all)
         if each.fewer is not None:
-            makers[role + _CUT] = passes_of(each.fewer, asked, each.verifies)
+            makers[role + _CUT] = passes_of(each.fewer, asked, each.scores_all)
     if pair.heads:
         makers[HEADS] = _heads_of(pair)
-    drafts = [name for name in makers if name != HEADS and not pair.models[name.removesuffix(_CUT)].verifies]
+    drafts = [name for name in makers if name.removesuffix(_CUT) in DRAFTS]
     in_a_row = dict.fromkeys(drafts, max(1, pair.num_draft_tokens))
     points = measure(makers, asked, _FOR_PASSES * seconds, in_a_row=in_a_row, clock=clock)
     models = {}
@@ -289,7 +289,7 @@ def deviations(curves: Curves, times: StepTimes, role: str) -> list[float]:
     return [each.seconds / times.seconds(role, each.batch, each.tokens, each.context) for each in points]
 
 
-def passes_of(model: Llama, grid: Grid, verifies: bool) -> Passes:
+def passes_of(model: Llama, grid: Grid, scores_all: bool) -> Passes:
     """The passes of one model, over caches that are filled with noise: fresh memory would be read too fast."""
     from trtspec.runtime.llama import KVCache
     from trtspec.runtime.passes import pass_over
@@ -299,16 +299,16 @@ def passes_of(model: Llama, grid: Grid, verifies: bool) -> Passes:
     for store in (cache.k, cache.v):
         store.normal_()
     if model.device.type == "cuda":
-        return _graphs_of(model, cache, verifies)
+        return _graphs_of(model, cache, scores_all)
     rows = [KVCache(cache.k[:, row : row + 1], cache.v[:, row : row + 1]) for row in range(max(grid.batches))]
 
     def make(batch: int, tokens: int, context: int) -> Pass:
-        return pass_over(model, rows[:batch], tokens, context, tokens if verifies and context else 1)
+        return pass_over(model, rows[:batch], tokens, context, tokens if scores_all and context else 1)
 
     return make
 
 
-def _graphs_of(model: Llama, cache: KVCache, verifies: bool) -> Passes:
+def _graphs_of(model: Llama, cache: KVCache, scores_all: bool) -> Passes:
     """The passes of a model on a GPU, each recorded once; launched kernel by kernel where that does not work."""
     import torch
 
@@ -318,7 +318,7 @@ def _graphs_of(model: Llama, cache: KVCache, verifies: bool) -> Passes:
 
     def make(batch: int, tokens: int, context: int) -> Pass:
         ids = torch.randint(model.config.vocab_size, (batch, tokens), device=model.device)
-        begin, num_rows = torch.tensor([context], device=model.device), tokens if verifies and context else 1
+        begin, num_rows = torch.tensor([context], device=model.device), tokens if scores_all and context else 1
 
         def step() -> torch.Tensor:
             states = model.run(layers, model.embed(ids), cache, begin, end=context + tokens)
@@ -503,11 +503,12 @@ def _overheads(
 
 
 def _head_seconds(pair: Pair, batch: int, clock: Clock) -> float:
-    """Of the logits of a verification: part of a measured pass, but made after it where the engine drafts by itself."""
+    """Of the scores of one token of each sequence: in a measured pass, but made after it where the engine drafts by
+    itself."""
     import torch
 
     model = pair.models["target"].model
-    states = torch.ones(batch * (pair.num_draft_tokens + 1), model.config.hidden_size).to(model.device, model.dtype)
+    states = torch.ones(batch, model.config.hidden_size).to(model.device, model.dtype)
     begin = clock()
     with torch.inference_mode():
         model.scores(states)[0, 0].item()

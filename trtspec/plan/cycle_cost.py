@@ -53,8 +53,9 @@ def cycle_seconds(
             many as it has draft tokens, if nothing is given; of a cascade they cannot be known without acceptance.
         engine_track: whether trees are verified path by path and grown call by call, as engines that take chains only
             have it, and not each level and the whole tree in one pass.
-        drafted: draft tokens a cycle where they are fewer than the most, as with ngram, which often finds nothing. So
-            many cycles draft all, and the others are plain, that this is their mean.
+        drafted: draft tokens a cycle where they are fewer than the most, as with ngram, which often finds nothing, and
+            with trees of heads that are cut. So many cycles draft all, and the others are plain, that this is their
+            mean.
         shared: whether the draft of an early exit is the target's own first layers in one engine, as the torch runtime
             has it. They have run over the text's last token and all draft tokens but the last, so that the verification
             runs them over one token. What they save is taken to be what more tokens cost the draft; times in which its
@@ -74,13 +75,14 @@ def cycle_seconds(
     if drafting.method in ("draft_target", "early_exit"):
         passes = (proposer_passes or {}).get("draft", most)
         return CycleCost(passes * times.seconds("draft", batch, 1, context), verify, overhead)
+    share = 1.0 if drafted is None else drafted / most
     if drafting.method == "ngram":
-        share = 1.0 if drafted is None else drafted / most
         return CycleCost(0.0, share * verify + (1.0 - share) * plain.verify_s, share * overhead)
     if drafting.method == "cascade":
         return CycleCost(_cascade(times, drafting, batch, context, proposer_passes), verify, overhead)
     if drafting.method == "medusa":
-        return CycleCost(times.seconds(HEADS, batch, 1, context), verify, overhead)
+        verify = share * verify + (1.0 - share) * plain.verify_s
+        return CycleCost(share * times.seconds(HEADS, batch, 1, context), verify, share * overhead)
     if drafting.method == "mtp":
         return CycleCost(most * times.seconds(HEADS, batch, 1, context), verify, overhead)
     if drafting.method == "tree":
@@ -91,16 +93,27 @@ def cycle_seconds(
 def _cascade(
     times: StepTimes, drafting: Drafting, batch: int, context: int, proposer_passes: Mapping[str, float] | None
 ) -> float:
-    """Seconds that all proposers take: those in between verify `inner` tokens a pass, the last one drafts singly."""
+    """Seconds that all proposers take: those in between verify up to `inner` tokens a pass, the last one drafts singly.
+
+    As many passes of the last model in between as its drafts need are over all `inner` of them, and the others over
+    none, which is right where a pass takes so much longer for each token more. Further up it is not known how many
+    drafts were left to make, and all passes are over `inner`.
+    """
     if missing := [role for role in drafting.roles if role not in (proposer_passes or {})]:
         raise TrtspecError(
             f"how often the {missing[0]} of a cascade runs depends on what is accepted, which is not measured",
             fix="record a trace: trtspec bench acceptance",
         )
-    *middles, draft = drafting.roles
+    *upper, last, draft = drafting.roles
     passes = proposer_passes or {}
-    verified = sum(passes[role] * times.seconds(role, batch, drafting.inner + 1, context) for role in middles)
-    return verified + passes[draft] * times.seconds(draft, batch, 1, context)
+
+    def seconds(role: str, tokens: int) -> float:
+        return times.seconds(role, batch, tokens, context)
+
+    full = min(passes[draft] / drafting.inner, passes[last])
+    verified = full * seconds(last, drafting.inner + 1) + (passes[last] - full) * seconds(last, 1)
+    verified += sum(passes[role] * seconds(role, drafting.inner + 1) for role in upper)
+    return verified + passes[draft] * seconds(draft, 1)
 
 
 def _tree(times: StepTimes, drafting: Drafting, batch: int, context: int, engine_track: bool) -> CycleCost:

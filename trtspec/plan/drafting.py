@@ -36,6 +36,8 @@ class Drafting:
         max_ngram, window: of ngram, as in the spec.
         roles: models that propose, the nearest to the target first: `middle`, `draft` for a cascade; none where the
             text itself or the target's pass proposes.
+        chunk: of Medusa, tokens that the engine is asked for in a call: the last tree of each is cut to what is left;
+            0: all in one call.
         acceptance: how sampled drafts are accepted. `logits`: drafts are drawn and judged by their distribution;
             `tokens`: drafts are the likeliest tokens, accepted where they equal the target's own draw.
     """
@@ -48,6 +50,7 @@ class Drafting:
     max_ngram: int = 3
     window: int | None = None
     roles: tuple[str, ...] = ("draft",)
+    chunk: int = 0
     acceptance: Literal["logits", "tokens"] = "logits"
 
     @classmethod

@@ -32,14 +32,15 @@ class Loaded:
         name: for people.
         config: of the whole model.
         model: what is measured, which may have fewer layers.
-        verifies: whether it judges drafts, and not only makes them.
+        scores_all: whether the scores of all tokens of a pass are wanted, as of what judges drafts or grows a tree of
+            them; else those of the last one. What drafts in its own engine makes those that it needs after the pass.
         fewer: the same with fewer layers still, where `model` has not all; times are scaled from both.
     """
 
     name: str
     config: ModelConfig
     model: Llama
-    verifies: bool
+    scores_all: bool
     fewer: Llama | None = None
 
     @property
@@ -99,7 +100,9 @@ def pair_of_spec(spec: Spec, sources: Sources, device: str) -> Pair:
         else:
             more = _heads(spec, sources, source) if role == "target" else {}
             model = _loaded(source, getattr(torch, ref.dtype), device, more)
-        models[role] = Loaded(ref.gguf_file or ref.model, source.config, model, role == "target" or role in MIDDLES)
+        in_engine = speculation.method in ("medusa", "mtp")
+        scores_all = (role == "target" and not in_engine) or role in MIDDLES or speculation.method == "tree"
+        models[role] = Loaded(ref.gguf_file or ref.model, source.config, model, scores_all)
     row = METHODS.get(speculation.method)
     section = getattr(speculation, speculation.method, None)
     runs = row is not None or speculation.method in ("medusa", "mtp")

@@ -276,7 +276,8 @@ class Costs:
         if speculation.method == "none":
             return (_PLAIN,)
         if speculation.derived_num_draft_tokens is not None:
-            return (Drafting.of(self.spec),)
+            made = Drafting.of(self.spec)
+            return (replace(made, chunk=self.spec.serving.plain_chunk_tokens) if made.method == "medusa" else made,)
         most = min(self.question.max_draft_tokens, self.spec.engine.max_draft_len or MAX_FREE_DRAFT_TOKENS)
         if speculation.method == "mtp":  # a module that goes on by itself is right less often
             most = min(most, speculation.num_draft_tokens)

@@ -55,20 +55,6 @@ def speed_up(
     return tokens_per_pass / (num_draft_tokens * draft_cost + verify_cost + overhead)
 
 
-def extra_arithmetic(alpha: float, num_draft_tokens: int, draft_arithmetic: float) -> float:
-    """Arithmetic per emitted token over that of plain decoding: (gamma c' + gamma + 1) / E.
-
-    Leviathan et al. 2023, theorem 3.11, there written (1 - alpha) (gamma c' + gamma + 1) / (1 - alpha^(gamma + 1)).
-
-    Args:
-        alpha: acceptance.
-        num_draft_tokens: gamma.
-        draft_arithmetic: c', operations of the draft for a token over those of the target.
-    """
-    operations = num_draft_tokens * draft_arithmetic + num_draft_tokens + 1
-    return operations / expected_tokens(alpha, num_draft_tokens)
-
-
 def best_length(speed_up_at: Callable[[int], float], most: int) -> tuple[int, float]:
     """The draft length from 0 to `most` with the largest speed-up, and that; the shorter of two alike.
 

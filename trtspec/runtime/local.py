@@ -13,7 +13,7 @@ from trtspec.decoding.cascade import NUM_DRAFT_TOKENS
 from trtspec.decoding.cycle import Block, Request, generate
 from trtspec.decoding.draft_target import AcceptanceMode, Target
 from trtspec.decoding.engine_call import EngineCall
-from trtspec.decoding.methods import METHODS, DraftEngine, Method, Setting, make_drafter
+from trtspec.decoding.methods import DRAFTS, METHODS, DraftEngine, Method, Setting, make_drafter
 from trtspec.runtime.early_exit import shared_layers
 from trtspec.runtime.engine import check_engine_pair
 from trtspec.runtime.torch_runtime import TorchRuntime
@@ -70,19 +70,20 @@ def draft_engines(
 ) -> dict[str, DraftEngine]:
     """The engines among `runtimes` (by role) that drafts are made with.
 
-    A draft of the target's own first layers is not called: the target runs them, with its weights and KV cache.
+    A draft of the target's own first layers is not called: the target runs them, with its weights and KV cache. Not so
+    the middle model of a cascade, which has to verify: that is a pass of an engine of its own.
     """
     target = runtimes["target"]
 
-    def call(runtime: TorchRuntime) -> EngineCall:
-        num_layers = shared_layers(target.config, runtime.config)
+    def call(role: str, runtime: TorchRuntime) -> EngineCall:
+        num_layers = shared_layers(target.config, runtime.config) if role in DRAFTS else None
         if num_layers is None:
             return partial(runtime.execute, cancelled=cancelled)
         return partial(target.draft, num_layers=num_layers, cancelled=cancelled)
 
     return {
         role: DraftEngine(
-            call(runtime),
+            call(role, runtime),
             runtime.config.max_seq_len,
             runtime.config.returns_generation_logits,
             max_draft_len=runtime.config.max_draft_len,
