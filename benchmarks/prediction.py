@@ -213,9 +213,10 @@ def served(
     with _server(given):
         load: list[object] = ["--concurrency", 1, "--arms", f"{ON},{OFF}", "--rounds", rounds, "-n", max_tokens]
         command("bench", "serve", *given, "--prompts", prompt_file, *load, "--plan", plan, "--json", result)
-    (beside,) = json.loads(result.read_text(encoding="utf-8"))["against_plan"]["points"]
-    if beside["factors"] is None:
-        raise TrtspecError("answers of one block have no decoding to time", where="--max-tokens", fix="raise it")
+    points = json.loads(result.read_text(encoding="utf-8"))["against_plan"]["points"]
+    if not points or points[0]["factors"] is None:  # answers of one block, or none at all
+        raise TrtspecError("no decoding was timed with drafts and without", where=str(result), fix="see its notes")
+    (beside,) = points
     plan_of, ratio = beside["planned"], beside["measured"]
     return Row(
         spec.speculation.method,
