@@ -33,10 +33,10 @@ def served() -> Iterator[SimpleNamespace]:
             return answer
 
         def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:
-            list(requests)
+            next(requests)  # the client closes its side when it has its answer
             for number in range(found.responses):
                 message = service_pb2.ModelStreamInferResponse(error_message=found.error)
-                last = number == found.responses - 1
+                last = number == found.responses - 1 and not found.error  # Triton marks no error as the last
                 message.infer_response.parameters["triton_final_response"].bool_param = last
                 yield message
                 time.sleep(STATUS_AFTER_S)

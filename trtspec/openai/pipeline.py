@@ -5,7 +5,8 @@ Knows gRPC and the model's tensors; not HTTP.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import grpc
@@ -82,11 +83,16 @@ class Pipeline:
         info = await self.info()
         request = generation_request(STREAMING_MODEL, info, **inputs)
         reader = ChunkReader(info, bool(inputs.get("return_log_probs")))
-        call = self._stub.ModelStreamInfer(_one(request), timeout=REQUEST_TIMEOUT_S, metadata=_ERRORS_AS_STATUS)
+        answered = asyncio.Event()
+        call = self._stub.ModelStreamInfer(
+            _open(request, answered), timeout=REQUEST_TIMEOUT_S, metadata=_ERRORS_AS_STATUS
+        )
         ended = False
         try:
             async for message in call:
-                ended = message.infer_response.parameters["triton_final_response"].bool_param
+                # An error is the last response, though Triton does not mark it so.
+                final = message.infer_response.parameters["triton_final_response"].bool_param
+                ended = final or bool(message.error_message)
                 if message.error_message:
                     raise server_error(message.error_message, self._url)
                 chunk = reader.read(message.infer_response)
@@ -97,6 +103,7 @@ class Pipeline:
         except grpc.RpcError as error:
             raise await self._explained(error, REQUEST_TIMEOUT_S, reader.had_text) from error
         finally:
+            answered.set()
             if ended:  # a stream that is cancelled now, before its status has come, Triton 2.51 never lets go
                 await call.code()
             else:
@@ -113,5 +120,9 @@ class Pipeline:
             return False
 
 
-async def _one(request: Any) -> AsyncIterator[Any]:
+async def _open(
+    request: service_pb2.ModelInferRequest, answered: asyncio.Event
+) -> AsyncGenerator[service_pb2.ModelInferRequest, None]:
+    """One request; the stream stays open until it is answered: Triton 2.51 may crash where it is closed before."""
     yield request
+    await answered.wait()

@@ -7,6 +7,7 @@ cancelled, and one channel serves any number of streams. Knows nothing of how th
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ STREAMING_MODEL = "tensorrt_llm_bls"
 UNARY_MODEL = "tensorrt_llm_bls_unary"
 CONTROL_KEY = "trtspec-control"  # name of the header that carries a server's control key
 CONTROL_TIMEOUT_S = 10.0  # for calls that do not generate
+_STATUS_TIMEOUT_S = 10.0  # from a stream's last response to its status
 CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     # A server that is still starting is asked again soon, not after gRPC's growing pauses.
@@ -363,18 +365,31 @@ class Client:
         """Responses of the decoupled model; closing the generator before the last of them cancels the request."""
         import grpc
 
-        call = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s)
+        # Our side of the stream stays open until the last response: Triton 2.51 may crash where it is closed before.
+        answered = threading.Event()
+
+        def requests() -> Iterator[service_pb2.ModelInferRequest]:
+            yield request
+            answered.wait()
+
+        call = self._stub.ModelStreamInfer(requests(), timeout=timeout_s)
         ended = False
         try:
             for message in call:
-                ended = message.infer_response.parameters["triton_final_response"].bool_param
+                # An error is the last response, though Triton does not mark it so.
+                final = message.infer_response.parameters["triton_final_response"].bool_param
+                ended = final or bool(message.error_message)
                 if message.error_message:
                     raise server_error(message.error_message, self.url)
                 yield message.infer_response
         finally:
+            answered.set()
             if ended:  # a stream that is cancelled now, before its status has come, Triton 2.51 never lets go
+                too_late = threading.Timer(_STATUS_TIMEOUT_S, call.cancel)
+                too_late.start()
                 with suppress(grpc.RpcError):
                     deque(call, maxlen=0)
+                too_late.cancel()
             else:
                 call.cancel()
 
