@@ -344,11 +344,11 @@ def test_few_draws_are_inconclusive() -> None:
 def test_the_draft_orders_better_than_probability() -> None:
     """Why the draft's odds are worth their trouble: a residual drawn from p shows there, and hardly elsewhere.
 
-    3000 tokens; the p-value of the overlap test is below 1e-12, that by probability some orders of magnitude larger.
+    2000 tokens; the p-value of the overlap test is below 1e-12, that by probability some orders of magnitude larger.
     """
-    stream, _ = collect(trial(num_samples=3000, samplings=(FULL,)), ResidualFromP())
+    stream, _ = collect(trial(num_samples=2000, samplings=(FULL,)), ResidualFromP())
     tests = {evidence.name: evidence for evidence in judge(stream, 1)}
     assert tests["all tokens, draft overlap"].p_value < 1e-12
     assert tests["all tokens, draft overlap"].words == "the output leans towards the draft"
-    assert tests["all tokens, by probability"].p_value > 1e-8
+    assert tests["all tokens, by probability"].p_value > 1e-6
     assert statistics.holm([evidence.p_value for evidence in tests.values()], 1e-3).count(True) >= 1
