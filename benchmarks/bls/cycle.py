@@ -20,7 +20,7 @@ from typing import Any
 
 import grpc
 
-from trtspec.triton.client import CHANNEL_OPTIONS
+from trtspec.triton.client import CHANNEL_OPTIONS, kept_open
 from trtspec.triton.server import LocalServer
 
 MODELS = Path(__file__).parent / "models"
@@ -207,10 +207,19 @@ def _side_by_side(
             for _ in range(num_clients)
         ]
         ready = threading.Barrier(num_clients)
+        mark = service_pb2.ModelInferResponse()
+        mark.parameters["triton_final_response"].bool_param = True
+        final, error = mark.SerializeToString(), b"\n"  # within the last message; the first byte of one with an error
 
         def ask(call: Any) -> Any:
+            answered = threading.Event()
             ready.wait()
-            *_, message = call(iter([request]), timeout=_TIMEOUT_S, wait_for_ready=True)
+            try:
+                for message in call(kept_open(request, answered), timeout=_TIMEOUT_S, wait_for_ready=True):
+                    if final in message or message.startswith(error):
+                        answered.set()
+            finally:
+                answered.set()
             answer = service_pb2.ModelStreamInferResponse.FromString(message)
             if answer.error_message:
                 raise RuntimeError(f"{model}: {answer.error_message}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from trtspec.triton.client import STREAMING_MODEL, Client, generation_request
+from trtspec.triton.client import STREAMING_MODEL, Client, generation_request, kept_open
 
 BLS = Path(__file__).parents[2] / "benchmarks" / "bls"
 MIB = 1 << 20
@@ -91,8 +92,12 @@ def test_the_server_keeps_nothing_of_a_stream_that_is_read_to_its_end(server: Si
 
     def ask(times: int) -> None:
         for _ in range(times):
-            *_, last = stub.ModelStreamInfer(iter([request]), timeout=60.0)
-            assert not last.error_message
+            answered = threading.Event()
+            for message in stub.ModelStreamInfer(kept_open(request, answered), timeout=60.0):
+                final = message.infer_response.parameters["triton_final_response"].bool_param
+                if final or message.error_message:
+                    answered.set()
+            assert final and not message.error_message
 
     with grpc.insecure_channel(server.grpc) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)

@@ -29,10 +29,12 @@ _STALE = 20_000  # cycles elsewhere after which a bucket is begun anew
 _TRIALS = 6.0  # cycles of one request in a new bucket that may be spent on finding out
 _TRIAL_SHARE = 1 / 64  # and of every further one
 _ENOUGH = 2.0  # windows without and with drafts, to know what they take
+_PROMPT_WEIGHT = 0.1  # of a window in which a prompt was read
 _PRIOR = 1.0  # windows that the plain ones together count for in the line of those with drafts
 _PLAIN_SHARE, _DRAFTING_SHARE = 0.1, 0.7  # of cycles with drafts: at most, at least, for a window of either kind
 _SWITCH = 1.03  # what the other kind has to be better by for all requests to change to it
 _NEAR, _SOON, _LATE = 0.8, 64, 256  # rounds until the other kind is tried; soon, if it is so much as good
+_FEW = 16  # rounds for each window of the other kind, until they are that many
 _ATTEMPTS = 6  # windows to try it in
 _STALL = 4.0  # a window counts for at most so many times what it was expected to take
 _SURPRISE, _SURPRISE_MEMORY = 0.3, 16  # part by which so many windows miss what was expected where times have changed
@@ -54,15 +56,17 @@ class DraftLength:
     loads (1, 2, 3-4, 5-8, ...).
 
     What is measured is the time of the engines, not that of a request. Requests share forward passes: one that drafts
-    makes all others wait, and by their own times each would find drafting cheap. So the cycles of all requests that end
+    makes all others wait, and by their own times each would find drafting cheap. So the calls of all requests that end
     in a window of a round are counted together: the time in which the engines were busy with any of them, by cycle.
-    Windows without drafts have a mean, those with drafts a line over their draft tokens; older ones count less.
+    Windows without drafts have a mean, those with drafts a line over their draft tokens; older ones count less, and so
+    do those with prompts, which short answers leave little else than.
 
     One request goes by its own acceptance. What the chosen lengths do not show is tried now and then: a few cycles of a
     new range, later one in 64. Where nothing is drafted, these are drafts of one token, in a row as long as they are
     accepted, which later cycles make up for. Several requests draft, each its own length, or do not, all together, by
     the acceptance of all: mixed passes cost as much as either and show the cost of neither. Once in 64 rounds, or more
-    seldom where it is far behind, they try for a window what they do not do. A range whose windows come to take another
+    seldom where it is far behind, but soon again while it has few windows, they try for a window what they do not do.
+    A range whose windows come to take another
     time, all of a sudden and for good, is begun anew.
 
     Args:
@@ -158,16 +162,19 @@ class DraftLength:
             began_s, ended_s: when the engines began and ended, by any clock that all requests share.
             passes: target passes; more than one for a call that decoded several tokens plainly.
             fresh: tokens of the context that the target, or what drafted, had not read before this cycle. More of them
-                than a cycle leaves behind are a prompt or a text to catch up with: the window is left out.
+                than a cycle leaves behind are a prompt or a text to catch up with: the window counts little, that of
+                one request not at all.
         """
         if self.policy != "adaptive" or self.token_cost is not None or not 0 < ended_s - began_s < math.inf:
             return
         with self._lock:
             bucket = self._bucket(in_flight)
-            if fresh > self.most + 1:
+            has_prompt = fresh > self.most + 1
+            if has_prompt and in_flight == 1:
                 bucket.window = None
                 return
             window = bucket.open_window(in_flight)
+            window.has_prompt |= has_prompt
             window.add(length, passes, began_s, ended_s)
             if window.full:
                 bucket.observe(window, ended_s)
@@ -384,7 +391,7 @@ class _Times:
 
 
 class _Window:
-    """The cycles that end in a stretch of time, as many as there are requests.
+    """The calls that end in a stretch of time, as many as there are requests.
 
     Args:
         in_flight: requests.
@@ -393,15 +400,16 @@ class _Window:
     Attributes:
         drafts: whether all requests draft in it; None: not decided, each for itself.
         is_trial: it is not what they would do otherwise.
+        has_prompt: a call has read one.
         chosen: cycles that a length was chosen for.
         drafted: draft tokens of the cycles that ended.
         drafting: how many of these had some.
-        cycles: all that ended.
+        cycles: all that ended; a call that decodes plainly has as many as tokens.
     """
 
     def __init__(self, in_flight: int, opened_s: float) -> None:
         self.drafts: bool | None = None
-        self.is_trial = False
+        self.is_trial = self.has_prompt = False
         self.chosen = self.drafted = self.drafting = self.cycles = 0
         self.opened_s = opened_s
         self._wanted = in_flight
@@ -415,7 +423,7 @@ class _Window:
 
     @property
     def full(self) -> bool:
-        return self.cycles >= self._wanted
+        return len(self._spans) >= self._wanted
 
     @property
     def is_stuck(self) -> bool:
@@ -454,10 +462,14 @@ class _Trials:
 
 
 class _Line:
-    """Seconds over draft tokens, both of a cycle: exponentially weighted least squares."""
+    """Seconds over draft tokens, both of a cycle: least squares, weighted exponentially and as is given.
+
+    Attributes:
+        count: windows, whatever they weigh; older ones count less.
+    """
 
     def __init__(self) -> None:
-        self.count = 0.0
+        self.count = self._weight = 0.0
         self._length = self._length_squared = self._seconds = self._product = 0.0  # sums
 
     @property
@@ -466,19 +478,21 @@ class _Line:
 
     @property
     def mean_s(self) -> float:
-        return self._seconds / self.count
+        return self._seconds / self._weight
 
-    def add(self, length: float, seconds: float) -> None:
+    def add(self, length: float, seconds: float, weight: float) -> None:
         self.forget()
         self.count += 1
-        self._length += length
-        self._length_squared += length**2
-        self._seconds += seconds
-        self._product += length * seconds
+        self._weight += weight
+        self._length += weight * length
+        self._length_squared += weight * length**2
+        self._seconds += weight * seconds
+        self._product += weight * length * seconds
 
     def forget(self) -> None:
         kept = 1 - 1 / _COST_MEMORY
         self.count *= kept
+        self._weight *= kept
         self._length *= kept
         self._length_squared *= kept
         self._seconds *= kept
@@ -486,12 +500,13 @@ class _Line:
 
     def fit(self, plain_s: float) -> tuple[float, float]:
         """Start, at least `plain_s`, and slope, at least 0; a line that has few lengths goes through `plain_s` at 0."""
-        count, seconds = self.count + _PRIOR, self._seconds + _PRIOR * plain_s
-        mean, mean_s = self._length / count, seconds / count
-        spread = self._length_squared / count - mean**2
-        slope = max((self._product / count - mean * mean_s) / spread, 0.0) if spread > 0 else 0.0
+        prior = _PRIOR * self._weight / self.count
+        weight, seconds = self._weight + prior, self._seconds + prior * plain_s
+        mean, mean_s = self._length / weight, seconds / weight
+        spread = self._length_squared / weight - mean**2
+        slope = max((self._product / weight - mean * mean_s) / spread, 0.0) if spread > 0 else 0.0
         start = max(mean_s - slope * mean, plain_s)
-        mean, mean_s = self._length / self.count, self.mean_s
+        mean, mean_s = self._length / self._weight, self.mean_s
         return start, max((mean_s - start) / mean, 0.0)
 
 
@@ -534,7 +549,8 @@ class _Bucket:
         if not self.drafts.enough:
             return self._try(True)
         behind = speed_up if not self.is_drafting else 1 / speed_up
-        if self.rounds >= (_SOON if behind > _NEAR else _LATE):
+        known = self.plain if self.is_drafting else self.drafts
+        if self.rounds >= min(_SOON if behind > _NEAR else _LATE, _FEW * known.count):
             return self._try(not self.is_drafting)
         return self.is_drafting
 
@@ -562,12 +578,11 @@ class _Bucket:
             seconds = min(seconds, _STALL * expected)
             self._surprise += (seconds / expected - 1 - self._surprise) / _SURPRISE_MEMORY
         here, other = (self.drafts, self.plain) if share > 0.5 else (self.plain, self.drafts)
-        here.add(length, seconds)
+        here.add(length, seconds, _PROMPT_WEIGHT if window.has_prompt else 1.0)
         other.forget()
         if (share > 0.5) != self.is_drafting:
             self.rounds, self.attempts = 0.0, 0
-        if self.plain.enough and self.drafts.enough:
-            plain_s = self.plain.mean_s
+        if self.plain.enough and self.drafts.enough and (plain_s := self.plain.mean_s):
             start, token = self.drafts.fit(plain_s)
             self.times = _Times(start / plain_s, token / plain_s)
 

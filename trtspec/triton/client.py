@@ -365,14 +365,8 @@ class Client:
         """Responses of the decoupled model; closing the generator before the last of them cancels the request."""
         import grpc
 
-        # Our side of the stream stays open until the last response: Triton 2.51 may crash where it is closed before.
         answered = threading.Event()
-
-        def requests() -> Iterator[service_pb2.ModelInferRequest]:
-            yield request
-            answered.wait()
-
-        call = self._stub.ModelStreamInfer(requests(), timeout=timeout_s)
+        call = self._stub.ModelStreamInfer(kept_open(request, answered), timeout=timeout_s)
         ended = False
         try:
             for message in call:
@@ -411,6 +405,12 @@ class Client:
 
         live = error.code() != grpc.StatusCode.UNAVAILABLE or self._live()
         return explained(error, self.url, timeout_s, live=live, after_text=after_text)
+
+
+def kept_open(request: Any, answered: threading.Event) -> Iterator[Any]:
+    """Our side of a stream: the request, and nothing until it is answered; Triton 2.51 may crash if it ends before."""
+    yield request
+    answered.wait()
 
 
 _INPUTS = {  # name -> datatype on the wire, field of InferTensorContents that carries it
