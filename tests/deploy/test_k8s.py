@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -122,6 +124,34 @@ def test_kustomize_finds_one_file_a_kind(files: dict[str, str]) -> None:
         }
         kinds = [{each["kind"].lower() for each in documents(files[name])} for name in sorted(beside)]
         assert all(len(kind) == 1 for kind in kinds)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@pytest.mark.parametrize("directory", ["", "build/"])
+def test_kustomize_builds_them_and_an_overlay(files: dict[str, str], directory: str, tmp_path: Path) -> None:
+    base, overlay = tmp_path / "base", tmp_path / "overlay"
+    for name, text in files.items():
+        (base / name).parent.mkdir(parents=True, exist_ok=True)
+        (base / name).write_text(text)
+    overlay.mkdir()
+    (overlay / "kustomization.yaml").write_text(
+        f"resources: [../base/{directory}]\nlabels: [{{pairs: {{team: search}}}}]\nnamePrefix: blue-\n"
+    )
+
+    def build(where: Path) -> dict[str, dict[str, Any]]:
+        command = ["kubectl", "kustomize", str(where)]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert run.returncode == 0, run.stderr
+        return objects({"built": run.stdout})
+
+    here = {
+        name: text for name, text in files.items() if name.startswith(directory) and ("/" in name) == bool(directory)
+    }
+    assert build(base / directory) == objects(here)
+    changed = build(overlay)
+    assert len(changed) == len(objects(here))
+    assert all(each["metadata"]["labels"]["team"] == "search" for each in changed.values())
+    assert all(name.split("/")[1].startswith("blue-") for name in changed)
 
 
 def test_nobody_is_root_and_nothing_can_be_written_but_scratch(files: dict[str, str]) -> None:
