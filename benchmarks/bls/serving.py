@@ -69,9 +69,18 @@ class Watched:
         return self.server.state.grpc_url
 
     def metrics(self) -> Series:
-        """What the server publishes now."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.server.metrics_port}/metrics", timeout=10) as answer:
-            return parse_metrics(answer.read().decode())
+        """What the server publishes now.
+
+        Raises:
+            TrtspecError: it is gone.
+        """
+        url = f"http://127.0.0.1:{self.server.metrics_port}/metrics"
+        try:
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                return parse_metrics(answer.read().decode())
+        except OSError as error:
+            gone = TrtspecError(f"the server publishes nothing: {error}", where=self.server.log_source)
+            raise self.failure or gone from error
 
     def processes(self) -> dict[str, int]:
         """Process ids: of the server itself, and by model instance, such as tensorrt_llm_0_0."""

@@ -5,6 +5,7 @@ The generated repository is imported as Triton imports it; engines are Python fu
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import sys
@@ -291,6 +292,35 @@ def test_an_error_in_the_middle_is_one_final_response(pipeline) -> None:
     assert finals(request) == [False, False, True]
     error = request.sent[-1][0].error()  # type: ignore[union-attr]
     assert (error.message(), error.code) == ("tensorrt_llm: out of order", TritonError.UNAVAILABLE)
+
+
+@pytest.mark.parametrize("drafts", ["good", "failing"])
+def test_nothing_is_kept_of_a_request_that_is_answered(pipeline, drafts: str) -> None:
+    """Without the garbage collector, which comes by every few minutes: no reference leads in a circle."""
+
+    def failing(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        raise TritonError("out of order", TritonError.INTERNAL)
+
+    def known() -> list[object]:
+        names = {"Text", "Reply", "Answer", "Generation", "Departure", "MeasuredPace"}
+        return [one for one in gc.get_objects() if type(one).__name__ in names]
+
+    model, _ = pipeline(answering(A), answering(A) if drafts == "good" else failing)
+    ask(model)
+    gc.collect()
+    gc.disable()
+    try:
+        earlier = known()  # of other tests, whose threads may still be there
+        for _ in range(3):
+            ask(model)
+            ask(model, temperature=1.0, stream=False)
+        kept, deadline = [None], time.monotonic() + 5
+        while kept and time.monotonic() < deadline:
+            time.sleep(0.05)  # until its threads have let go of the last one
+            kept = [one for one in known() if not any(one is other for other in earlier)]
+        assert kept == []
+    finally:
+        gc.enable()
 
 
 def test_a_client_that_leaves_costs_at_most_one_more_call(pipeline) -> None:

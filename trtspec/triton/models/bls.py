@@ -217,11 +217,10 @@ class Text:
         """Generate the text; the reply is ended, whatever happens."""
         self._send(self._begin)
 
-    def _is_cancelled(self) -> bool:
-        return self._departure() or self._reply.ended
-
     def _begin(self) -> Iterator[Block]:
-        self._generation = self._model.generation(self._client, self._is_cancelled)
+        departure, reply = self._departure, self._reply
+        # It must not lead back to this text: a cycle of references stays, with all that the text knows, for minutes.
+        self._generation = self._model.generation(self._client, lambda: departure() or reply.ended)
         self._pace = self._model.pace(self._client)
         return self._go_on()
 

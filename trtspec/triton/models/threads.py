@@ -72,6 +72,7 @@ class Workers:
             while True:
                 if task is not None:
                     task()
+                task = None  # all that it knows is not to be kept until the next one comes
                 task = self._tasks.get()
                 if task is None:
                     self._tasks.put(None)  # for the others
@@ -163,6 +164,7 @@ class Outbox:
     def _send(self) -> None:
         while (send := self._queue.get()) is not None:
             send()
+            del send
 
 
 class Departure:
@@ -217,13 +219,16 @@ class Departures:
         while True:
             self._some.wait()
             begin = time.monotonic()
-            for departure in tuple(self._watched):
-                try:
-                    departure.ask()
-                except Exception:  # then it counts as there
-                    traceback.print_exc()
-                    departure.end()
+            self._ask_all()
             time.sleep(max(_ASK_PERIOD_S, (time.monotonic() - begin) * (1 / _ASK_SHARE - 1)))
             self._some.clear()
             if self._watched:
                 self._some.set()
+
+    def _ask_all(self) -> None:
+        for departure in tuple(self._watched):
+            try:
+                departure.ask()
+            except Exception:  # then it counts as there
+                traceback.print_exc()
+                departure.end()
