@@ -66,8 +66,7 @@ class DraftLength:
     accepted, which later cycles make up for. Several requests draft, each its own length, or do not, all together, by
     the acceptance of all: mixed passes cost as much as either and show the cost of neither. Once in 64 rounds, or more
     seldom where it is far behind, but soon again while it has few windows, they try for a window what they do not do.
-    A range whose windows come to take another
-    time, all of a sudden and for good, is begun anew.
+    A range whose windows come to take another time, all of a sudden and for good, is begun anew.
 
     Args:
         policy: one of `POLICIES`.
