@@ -548,8 +548,8 @@ class _Bucket:
         if not self.drafts.enough:
             return self._try(True)
         behind = speed_up if not self.is_drafting else 1 / speed_up
-        known = self.plain if self.is_drafting else self.drafts
-        if self.rounds >= min(_SOON if behind > _NEAR else _LATE, _FEW * known.count):
+        other = self.plain if self.is_drafting else self.drafts
+        if self.rounds >= min(_SOON if behind > _NEAR else _LATE, _FEW * other.count):
             return self._try(not self.is_drafting)
         return self.is_drafting
 
