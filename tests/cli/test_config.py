@@ -161,7 +161,6 @@ serving:
   shm_size: 8589934592
   max_concurrency: 8
   max_queued: 256
-  alternate_phases: false
   call_timeout_s: 60.0
   draft_timeout_s: 10.0
   startup_timeout_s: 300.0

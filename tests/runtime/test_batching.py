@@ -227,6 +227,33 @@ def test_members_are_waited_for_a_moment(work: Work, pool: ThreadPoolExecutor, m
             assert first.result(20) == ("done", 3)
 
 
+def test_those_who_came_together_are_expected_together(work: Work, pool: ThreadPoolExecutor) -> None:
+    """The first one back after a pause waits a moment for as many as there were before it; but not once more."""
+
+    def ask(item: object) -> object:
+        with work.batcher.member():
+            return work.ask(item)
+
+    first = pool.submit(ask, 0)
+    wait_until(lambda: work.batches == [[0]])
+    second = pool.submit(ask, 1)  # finds the first one under way
+    work.waiting(1)
+    work.go_on.set()
+    assert (first.result(20), second.result(20)) == (("done", 0), ("done", 1))
+    assert work.batches == [[0], [1]]
+
+    work.batcher._window_s = 1000.0
+    first = pool.submit(ask, 2)
+    work.waiting(1)
+    assert (ask(3), first.result(20)) == (("done", 3), ("done", 2))
+    assert work.batches[2:] == [[2, 3]]
+
+    work.batcher._window_s = 0.01
+    assert ask(4) == ("done", 4)
+    work.batcher._window_s = 1000.0
+    assert ask(5) == ("done", 5)
+
+
 # ---- one pass over several sequences
 
 

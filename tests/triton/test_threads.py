@@ -311,7 +311,7 @@ def test_eight_threads_never_draft_while_one_verifies_and_none_starves() -> None
         for cycle in range(25):
             for phase in (DRAFT, VERIFY):
                 call = object()
-                phases.enter(phase, call)
+                phases.enter(phase, call, number)
                 log.enters(phase)
                 time.sleep(0.0005 * ((number + cycle) % 3))
                 log.leaves(phase)
@@ -331,13 +331,13 @@ def test_eight_threads_never_draft_while_one_verifies_and_none_starves() -> None
 class Call:
     """A call in a thread of its own."""
 
-    def __init__(self, phases: Phases, phase: str) -> None:
-        self.phases, self.begun = phases, threading.Event()
+    def __init__(self, phases: Phases, phase: str, request: object = None) -> None:
+        self.phases, self.request, self.begun = phases, request or self, threading.Event()
         self.thread = threading.Thread(target=self._enter, args=(phase,), daemon=True)
         self.thread.start()
 
     def _enter(self, phase: str) -> None:
-        self.phases.enter(phase, self)
+        self.phases.enter(phase, self, self.request)
         self.begun.set()
 
     def leave(self) -> None:
@@ -380,3 +380,54 @@ def test_a_call_left_behind_frees_the_phase_once() -> None:
     assert draft.waits()
     waiting.leave()
     assert draft.begun.wait(DEADLINE_S)
+
+
+def test_requests_fall_into_step() -> None:
+    """They begin out of step and their calls take different times: soon each phase has all of them."""
+    phases, together = Phases(), []
+    inside, lock = [0], threading.Lock()
+
+    def generation(number: int) -> None:
+        time.sleep(0.004 * number)
+        for _ in range(25):
+            for phase, takes_s in ((DRAFT, 0.02), (VERIFY, 0.03)):
+                phases.enter(phase, call := object(), number)
+                with lock:
+                    inside[0] += 1
+                time.sleep(takes_s * (1 + 0.1 * number) / 2)
+                together.append(inside[0])
+                time.sleep(takes_s * (1 + 0.1 * number) / 2)
+                with lock:
+                    inside[0] -= 1
+                phases.leave(call)
+
+    crowd = [threading.Thread(target=generation, args=(number,), daemon=True) for number in range(3)]
+    for thread in crowd:
+        thread.start()
+    for thread in crowd:
+        thread.join(DEADLINE_S)
+    settled = together[30:120]
+    assert len(together) == 150 and settled.count(3) > 0.8 * len(settled)
+
+
+def test_who_has_left_is_waited_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    phases = Phases()
+    gone, other = Call(phases, DRAFT, "gone"), Call(phases, DRAFT, "other")
+    assert gone.begun.wait(DEADLINE_S) and other.begun.wait(DEADLINE_S)
+    gone.leave()
+    other.leave()
+    monkeypatch.setattr(phases, "_begin_by_s", time.monotonic() + 4 * LATE_S)
+    verifies = Call(phases, VERIFY, "other")
+    assert verifies.waits(), "one of the two may come yet"
+    assert verifies.begun.wait(DEADLINE_S), "nobody came"
+    verifies.leave()
+
+
+def test_who_is_alone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    phases = Phases()
+    for name in ("_WINDOW", "_LONGEST_WINDOW_S"):
+        monkeypatch.setattr(f"trtspec.triton.models.phases.{name}", 1e9)
+    for phase in (DRAFT, VERIFY, DRAFT, DRAFT, VERIFY):
+        call = Call(phases, phase, "alone")
+        assert call.begun.wait(DEADLINE_S)
+        call.leave()

@@ -58,7 +58,8 @@ class Batcher(Generic[Item, Result]):
         self._lock = threading.Lock()
         self._queue: deque[_Place[Item, Result]] = deque()
         self._batch: list[_Place[Item, Result]] = []  # under way; the thread of the first one runs it
-        self._members = 0
+        self._members = self._most_members = 0  # now, and at a time since there were none
+        self._expected = 0  # members at a time before that: those who came together are likely to come together again
         self._window_s = _LONGEST_WINDOW_S
 
     def __call__(self, item: Item, size: int, cancelled: Callable[[], bool]) -> Result:
@@ -144,7 +145,7 @@ class Batcher(Generic[Item, Result]):
             if not first or place.done:
                 return first
             if place.size < self._most:
-                place.wake.wait_for(lambda: len(self._queue) >= self._members, self._window_s)
+                place.wake.wait_for(lambda: len(self._queue) >= max(self._members, self._expected), self._window_s)
             self._take_batch()
             return True
 
@@ -155,6 +156,7 @@ class Batcher(Generic[Item, Result]):
             if other.size <= room:
                 batch.append(other)
                 room -= other.size
+        self._expected = 0
         self._batch, self._queue = batch, deque(other for other in others if other not in batch)
 
     def _run_batch(self, batch: list[_Place[Item, Result]]) -> None:
@@ -190,4 +192,9 @@ class Batcher(Generic[Item, Result]):
     def _count(self, change: int) -> None:
         with self._lock:
             self._members += change
+            self._most_members = max(self._most_members, self._members)
+            if change < 0:
+                self._expected = 0 if self._members else self._most_members
+            if not self._members:
+                self._most_members = 0
             self._wake_first()

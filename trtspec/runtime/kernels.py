@@ -13,19 +13,23 @@ import torch
 import torch.nn.functional as F
 
 _FEW_ROWS = 16  # more gain nothing: what they compute takes longer than the weights need to come
+_FEW_FLOAT32_ROWS = 8  # MKL makes `weight @ x^T` of these in up to half the time oneDNN takes for `x @ weight^T`
 _MANY_ROWS = 32  # oneDNN keeps half a MiB of code for every number of rows: many are filled up to a multiple of this
 # PyTorch multiplies float32 with MKL, which is up to twice as slow as oneDNN on CPUs without AVX-512.
 _ONEDNN_FLOAT32 = torch.backends.mkldnn.is_available() and "AVX512" not in torch.backends.cpu.get_cpu_capability()
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`F.linear` for x `[.., in]`; of few rows in bfloat16 on a CPU the result may lie in memory column by column.
+    """`F.linear` for x `[.., in]`; of few rows on a CPU the result may lie in memory column by column.
 
-    oneDNN rearranges the right factor of a bfloat16 product before it multiplies. In `x @ weight^T` that is the weight,
-    for half again the time that it takes to read it; in `weight @ x^T` it is the few rows. Both round alike.
+    Libraries rearrange the right factor before they multiply. In `x @ weight^T` that is the weight, for half again the
+    time that it takes to read it; in `weight @ x^T` it is the few rows. Both round alike.
     """
     rows = x.numel() // x.shape[-1]
-    if _ONEDNN_FLOAT32 and x.dtype == torch.float32 and x.is_cpu and rows and not torch.is_grad_enabled():
+    float32 = _ONEDNN_FLOAT32 and x.dtype == torch.float32 and x.is_cpu and not torch.is_grad_enabled()
+    if float32 and 1 < rows <= _FEW_FLOAT32_ROWS:
+        return _by_columns(x, weight, bias, rows)
+    if float32 and rows:
         missing = -rows % _MANY_ROWS if rows > _FEW_ROWS else 0
         if not missing:
             return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -37,10 +41,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if rows == 1:
         row = x.reshape(-1)
         product = torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
-    else:
-        columns = x.reshape(rows, -1).t()
-        product = (torch.mm(weight, columns) if bias is None else torch.addmm(bias.unsqueeze(1), weight, columns)).t()
-    return product.view(*x.shape[:-1], -1)
+        return product.view(*x.shape[:-1], -1)
+    return _by_columns(x, weight, bias, rows)
+
+
+def _by_columns(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> torch.Tensor:
+    columns = x.reshape(rows, -1).t()
+    product = torch.mm(weight, columns) if bias is None else torch.addmm(bias.unsqueeze(1), weight, columns)
+    return product.t().view(*x.shape[:-1], -1)
 
 
 class Linear:

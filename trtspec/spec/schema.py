@@ -526,9 +526,9 @@ class Serving(Section):
     """Texts that the BLS model works on at the same time."""
     max_queued: Positive = 256
     """Texts that may wait for it; a request beyond that is refused at once."""
-    alternate_phases: bool = False
-    """Let all requests draft together and verify together, in turns: for models that share a GPU and slow each other
-    down."""
+    alternate_phases: bool | None = None
+    """Let all requests draft together and verify together, in turns: for models that share a processor. Unset: with the
+    torch runtime, whose engines share the cores."""
     call_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """Longest wait for one call to the target's engine, in seconds."""
     draft_timeout_s: Annotated[float, Field(gt=0)] = 10.0
@@ -672,6 +672,12 @@ class Spec(Section):
         """Draft tokens of a request that does not say."""
         given = self.serving.default_num_draft_tokens
         return self.speculation.num_draft_tokens if given is None else given
+
+    @property
+    def alternates_phases(self) -> bool:
+        """Whether all requests draft together and verify together."""
+        given = self.serving.alternate_phases
+        return self.engine.runtime == "torch" if given is None else given
 
     @property
     def engines_dir(self) -> Path:

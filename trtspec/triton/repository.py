@@ -186,7 +186,7 @@ def _bls_model(
         "skip_special_tokens": "true",
         "max_concurrency": str(spec.serving.max_concurrency),
         "max_queued": str(spec.serving.max_queued),
-        "alternate_phases": flag(spec.serving.alternate_phases),
+        "alternate_phases": flag(spec.alternates_phases),
         "plain_chunk_tokens": str(spec.serving.plain_chunk_tokens),
         "draft_rest_s": _DRAFT_REST_S,
         "call_timeout_s": f"{spec.serving.call_timeout_s:g}",

@@ -19,7 +19,7 @@ import triton_python_backend_utils as pb_utils
 from trtspec_decoding.detokenize import shared_length
 from trtspec_decoding.engine_call import NO_KV_BLOCKS, EngineError, EngineRequest, EngineResult, KvBlocks
 
-from .phases import Phases
+from .phases import DRAFT, Phases
 from .tensors import word_list
 from .threads import Watch
 
@@ -126,7 +126,7 @@ class EngineModel:
             self._leave(token)
             rescue(self._too_late())
 
-        self._enter(token)
+        self._enter(token, request_id, [request])
         try:
             response = self._watch.call(partial(self._answered, call), self._timeout_s, too_late)
             result = self._result(request, response)
@@ -143,7 +143,7 @@ class EngineModel:
             return [self._call(request_id, rescue, requests[0])]
         began = self._require_rested()
         token = object()
-        self._enter(token)
+        self._enter(token, request_id, requests)
         waiting = []
         try:
             for number, request in enumerate(requests):  # an engine tells requests apart by their ids
@@ -186,9 +186,11 @@ class EngineModel:
     def _too_late(self) -> CallFailed:
         return CallFailed(f"{self.name} did not answer within {self._timeout_s:g} s", "timeout")
 
-    def _enter(self, token: object) -> None:
-        if self._phases is not None:
-            self._phases.enter(self._phase, token)
+    def _enter(self, token: object, request_id: str, requests: Sequence[EngineRequest]) -> None:
+        """Wait for the turn of calls that draft or verify; what decodes plainly shares the passes of either turn."""
+        verifies = any(request.draft_tokens is not None for request in requests)
+        if self._phases is not None and (self._phase == DRAFT or verifies):
+            self._phases.enter(self._phase, token, request_id)
 
     def _leave(self, token: object) -> None:
         if self._phases is not None:
