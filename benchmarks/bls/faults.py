@@ -2,6 +2,8 @@
 
 Many clients send mixed requests to a server with tiny engines and a short queue. Meanwhile the process of the draft is
 killed again and again, and the supervisor loads it again. In the end nothing may be wrong, hung, leaked or uncounted.
+Triton itself may abort when one of its processes is killed; then the supervisor starts it again, requests under way are
+lost, as their clients are told, and its counts begin anew.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from load import (
     ERROR,
     HUNG,
     LEFT,
+    LOST,
     PROMPTS,
     REFUSED,
     Ask,
@@ -71,6 +74,7 @@ class Aftermath:
         pending: requests that wait in Triton, by model.
         drafted: draft tokens of a request afterwards; None: it was not answered as it should be.
         kills, revivals: of the draft.
+        restarts: of the server, which brings the draft back as well.
         supervisor: why it gave up; empty if it did not.
     """
 
@@ -84,6 +88,7 @@ class Aftermath:
     drafted: int | None
     kills: int
     revivals: int
+    restarts: int = 0
     supervisor: str = ""
 
 
@@ -108,18 +113,19 @@ def run(root: Path, *, requests: int, kills: int, kill_period_s: float, clients:
                 _kill(found, killed)
                 killed += 1
         surely = sum(outcome.kind != LEFT for outcome in crowd.outcomes)
-        after = _settled(found, sum(before.values()) + surely)
+        after = _settled(found, 0 if found.restarts else sum(before.values()) + surely)
         return Aftermath(
             wanted=requests,
             outcomes=crowd.outcomes,
             wrong=[outcome for outcome in crowd.outcomes if not is_right(outcome, alone)],
             stuck=crowd.stuck,
-            counted={kind: after[kind] - before[kind] for kind in after},
+            counted={kind: after[kind] - (0 if found.restarts else before[kind]) for kind in after},
             in_flight=sum(by_label(found.metrics(), "trtspec_requests_in_flight", "model").values()),
             pending=_pending(found.metrics()),
             drafted=_drafts_again(client, alone),
             kills=killed,
-            revivals=len(found.said),
+            revivals=len(found.said) - found.restarts,
+            restarts=found.restarts,
             supervisor=str(found.failure or ""),
         )
 
@@ -129,10 +135,12 @@ def judge(after: Aftermath) -> list[Finding]:
     clients = tally(after.outcomes)
     hung = clients[HUNG] + after.stuck
     errors = [outcome.error for outcome in after.outcomes if outcome.kind == ERROR]
-    strange = {kind: n for kind, n in clients.items() if kind not in (*ANSWERED, LEFT, REFUSED, HUNG, ERROR)}
+    known = (*ANSWERED, LEFT, REFUSED, HUNG, ERROR, *((LOST,) if after.restarts else ()))
+    strange = {kind: n for kind, n in clients.items() if kind not in known}
     checked = sum(outcome.ask.alone is not None and outcome.kind in ANSWERED for outcome in after.outcomes)
     waiting = {model: count for model, count in after.pending.items() if count}
-    miscounted = miscounts(clients, after.counted)
+    miscounted = [] if after.restarts else miscounts(clients, after.counted)
+    anew = f"since the last restart: {_shown(after.counted)}; not comparable" if after.restarts else ""
     example = f", such as {after.wrong[0].ask}: {after.wrong[0].text!r}" if after.wrong else ""
     answered = _num_answered(after.outcomes)
     return [
@@ -143,14 +151,19 @@ def judge(after: Aftermath) -> list[Finding]:
             "no error", f"{len(errors)} errors {errors[:1] or ''} {strange or ''}".rstrip(), not [*errors, *strange]
         ),
         Finding("no leak", f"{after.in_flight:g} in flight, {waiting or 0} pending", not (after.in_flight or waiting)),
-        Finding("all counted", "; ".join(miscounted) or f"{_shown(after.counted)}", not miscounted),
+        Finding("all counted", "; ".join(miscounted) or anew or _shown(after.counted), not miscounted),
+        Finding(
+            "server comes back",
+            f"{after.restarts} restarts, {clients[LOST]} requests lost or not taken meanwhile",
+            bool(after.restarts) or not clients[LOST],
+        ),
         Finding("queue limit felt", f"{clients[REFUSED]} refused", clients[REFUSED] > 0),
         Finding("clients left", f"{clients[LEFT]} left", clients[LEFT] > 0),
         Finding(
             "draft comes back",
             f"{after.kills} kills, {after.revivals} revivals, {after.drafted} tokens drafted afterwards"
             + (f"; the supervisor gave up: {after.supervisor}" if after.supervisor else ""),
-            bool(after.drafted) and after.revivals == after.kills and not after.supervisor,
+            bool(after.drafted) and after.revivals + after.restarts >= after.kills and not after.supervisor,
         ),
     ]
 
@@ -193,7 +206,12 @@ def _settled(found: Watched, at_least: int) -> Counter[str]:
     deadline, last = time.monotonic() + _SETTLE_S, Counter[str]()
     while True:
         time.sleep(1.5)  # metrics are written twice a second
-        series = found.metrics()
+        try:
+            series = found.metrics()
+        except TrtspecError:
+            if found.failure or time.monotonic() > deadline:
+                raise
+            continue
         counts = Counter({k: int(v) for k, v in by_label(series, "trtspec_requests_total", "finish_reason").items()})
         idle = not sum(by_label(series, "trtspec_requests_in_flight", "model").values())
         if (idle and counts == last and sum(counts.values()) >= at_least) or time.monotonic() > deadline:

@@ -17,10 +17,10 @@ from random import Random
 from tiny import MAX_DRAFT_LEN, NUM_DRAFT_TOKENS
 
 from trtspec.errors import TrtspecError
-from trtspec.triton.client import Client, ServerError
+from trtspec.triton.client import Client, ServerError, ServerGone
 
 DEADLINE_S = 60.0  # whoever waits longer counts as hung
-LEFT, REFUSED, HUNG, ERROR = "left", "refused", "hung", "error"
+LEFT, REFUSED, HUNG, ERROR, LOST = "left", "refused", "hung", "error", "lost"  # lost with the server
 ANSWERED = ("stop", "length")
 PROMPTS = ("Once upon a time", "def main():", "1 2 3 4 5", "Dear Sir or Madam,", "To be or not", "x" * 90)
 _LENGTHS = (1, 9, 30, 80)
@@ -28,7 +28,7 @@ _STOP_WORDS: tuple[tuple[str, ...], ...] = ((), ("e",), ("Zq", "a"))
 _SEEDS = range(4)
 _DRAWN, _STREAMED = 0.3, 0.6  # shares of the requests
 _PIECE_S = 0.03  # a client that gets no stream leaves after so long for each piece that another would wait for
-_PAUSE_S = 0.2  # of a client that was refused
+_PAUSE_S = 0.2  # of a client that was refused, or has lost the server
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,8 @@ def attempt(client: Client, ask: Ask) -> Outcome:
         if error.status == "DEADLINE_EXCEEDED":
             return Outcome(ask, LEFT if leaves_by_deadline else HUNG, text)
         return Outcome(ask, REFUSED if "too many requests" in error.message else ERROR, text, error=error.message)
+    except ServerGone as error:
+        return Outcome(ask, LOST, text, error=str(error))
     except TrtspecError as error:
         return Outcome(ask, ERROR, text, error=str(error))
     raise AssertionError("an answer ends with its figures or an error")
@@ -114,10 +116,11 @@ def attempt(client: Client, ask: Ask) -> Outcome:
 
 @dataclass
 class Crowd:
-    """Clients at the same time, each with one request after the other; who is refused comes again after a pause.
+    """Clients at the same time, each with one request after the other; who is refused, or has lost the server,
+    comes again after a pause.
 
     Attributes:
-        outcomes: of all requests, the refused ones too.
+        outcomes: of all requests, the refused and the lost ones too.
         stuck: clients that did not come back although every call has a deadline.
     """
 
@@ -145,7 +148,7 @@ class Crowd:
         with Client(self.url) as client:
             while not self._given_up and (ask := self.next_ask()) is not None:
                 self.outcomes.append(outcome := attempt(client, ask))
-                while outcome.kind == REFUSED and not self._given_up:
+                while outcome.kind in (REFUSED, LOST) and not self._given_up:
                     time.sleep(_PAUSE_S)
                     self.outcomes.append(outcome := attempt(client, ask))
 

@@ -55,13 +55,18 @@ class Watched:
     """A server and what its supervisor said.
 
     Attributes:
-        said: one line for each model that was loaded again.
+        said: one line for each model that was loaded again, and each time the server was started again.
         failure: why the supervisor gave up, if it did.
     """
 
     server: LocalServer
     said: list[str] = field(default_factory=list)
     failure: TrtspecError | None = None
+
+    @property
+    def restarts(self) -> int:
+        """How often the server was started again."""
+        return sum("is started again" in line for line in self.said)
 
     @property
     def url(self) -> str:
@@ -110,12 +115,14 @@ def watched(server: LocalServer, *, revivals_a_minute: int | None = None) -> Ite
 
     Args:
         server: not started yet.
-        revivals_a_minute: how often a model may die before the supervisor gives up; None: its own limit.
+        revivals_a_minute: how often a model or the server may die before the supervisor gives up; None: its own limits.
 
     Raises:
         TrtspecError: it does not start.
     """
-    limit: dict[str, Any] = {} if revivals_a_minute is None else {"_MAX_REVIVALS_A_MINUTE": revivals_a_minute}
+    limit: dict[str, Any] = {}
+    if revivals_a_minute is not None:
+        limit = {"_MAX_REVIVALS_A_MINUTE": revivals_a_minute, "_MAX_RESTARTS": revivals_a_minute}
     with patch.multiple("trtspec.triton.server", **limit) if limit else ExitStack(), server:
         found = Watched(server)
         watcher = threading.Thread(target=found._watch, name="supervisor", daemon=True)

@@ -156,15 +156,18 @@ def test_ctrl_c_while_waiting_for_a_detached_server_ends_that_too(built: Path) -
     assert leftovers(state) == [] and running(state_dir(built)) is None
 
 
-def test_a_server_that_dies_ends_it_with_the_end_of_the_log(built: Path) -> None:
+def test_a_server_that_dies_and_cannot_be_started_again_ends_it_with_the_end_of_the_log(built: Path) -> None:
     process, state = in_foreground(built)
+    (built.parent / "repo" / "tensorrt_llm_bls" / "1" / "model.py").write_text("import a_missing_module\n")
     os.kill(state.pid, signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     *log, error = err.splitlines()
-    assert error == f"error: {state.log}: the server was killed by SIGKILL while it was serving"
-    assert log and all(line.startswith("  ") for line in log) and "Started" in log[-1]
-    assert leftovers(state) == []
+    assert error.startswith(
+        f"error: {state.log}: the server ended with code 1 while it was starting: model tensorrt_llm_b"
+    )
+    assert log and all(line.startswith("  ") for line in log) and "failed to load all models" in log[-1]
+    assert leftovers(state) == [] and running(state_dir(built)) is None
 
 
 def test_a_model_that_does_not_load_is_named(built: Path) -> None:

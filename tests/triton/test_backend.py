@@ -248,6 +248,22 @@ class Answers:
         self.done.set()
 
 
+def test_who_has_left_is_noticed_by_few_questions(load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question is a round trip to the server process."""
+    questions: list[float] = []
+
+    def is_cancelled(self: Answers) -> bool:
+        questions.append(time.monotonic())
+        return len(questions) == 3
+
+    ask = load()
+    monkeypatch.setattr(Answers, "is_cancelled", is_cancelled)
+    monkeypatch.setattr(sys.modules[STAND_IN], "_ASK_S", 0.02)
+    with pytest.raises(ValueError, match="the request was stopped"):
+        ask(num_new=200)
+    assert len(questions) == 3 and all(later - earlier > 0.02 for earlier, later in itertools.pairwise(questions))
+
+
 def as_tensor(name: str, array: np.ndarray) -> SimpleNamespace:
     return SimpleNamespace(name=lambda: name, as_numpy=lambda: array)
 

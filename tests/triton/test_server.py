@@ -326,6 +326,42 @@ def test_a_pipeline_that_hangs_again_and_again(make: Make, monkeypatch: pytest.M
     assert failures == ["the process of model tensorrt_llm_bls_unary hangs again and again"] and len(said) == 1
 
 
+def test_a_server_that_dies_is_started_again_but_not_for_ever(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trtspec.triton.server._MAX_RESTARTS", 1)
+    server = make()
+    with server, supervised(server) as (said, failures), Client(server.state.grpc_url) as client:
+        first, log = server.state, server.state_dir / "tritonserver.died.log"
+        os.kill(first.pid, signal.SIGABRT)
+        _until(lambda: bool(said + failures), "it is not started again")
+        told = r"the server was killed by SIGABRT while it was serving; it is started again, after \d+\.\d s"
+        assert failures == [] and re.fullmatch(rf"{told} \(its log: {re.escape(str(log))}\)", said[0])
+        assert leftovers(first) == [] and "Started GRPCInferenceService" in log.read_text()
+        assert running(server.state_dir) == server.state and server.state.ready
+        assert client.complete("a b", max_tokens=1, timeout_s=10).text == "a b "
+
+        kill_model_process(server.state, "tensorrt_llm_bls")
+        _until(lambda: len(said) > 1, "its models are not watched")
+        os.kill(server.state.pid, signal.SIGKILL)
+        _until(lambda: bool(failures), "it is started for ever")
+    assert failures == ["the server was killed by SIGKILL while it was serving"]
+    assert leftovers(server.state) == []
+
+
+def test_a_server_that_is_not_wanted_any_more_is_not_started_again(make: Make) -> None:
+    server = make()
+    slow = "import time\nclass TritonPythonModel:\n    def initialize(self, args):\n        time.sleep(60)\n"
+    with server:
+        first = server.state
+        with supervised(server) as (said, failures):
+            (server.model_repo / "tensorrt_llm_bls" / "1" / "model.py").write_text(slow)
+            os.kill(first.pid, signal.SIGKILL)
+            _until(lambda: server.state.pid != first.pid and server.state.alive, "it is not started again")
+            again = stop(server.state_dir)
+        assert again is not None and again.pid != first.pid
+        assert (said, failures) == ([], [])
+    assert leftovers(again) == [] and read(server.state_dir) is None
+
+
 class InFlight:
     """One request from a thread of its own: its number of tokens or its error, once it is done."""
 

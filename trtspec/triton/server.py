@@ -47,9 +47,11 @@ if TYPE_CHECKING:
     from trtspec.spec.schema import Spec
 
 LOG_FILE = "tritonserver.log"
+DEAD_LOG_FILE = "tritonserver.died.log"
 LOG_TAIL_LINES = 15
 _WATCH_PERIOD_S = 1.0
 _MAX_REVIVALS_A_MINUTE = 3
+_MAX_RESTARTS, _RESTARTS_WITHIN_S = 3, 600.0
 _POLL_S = 0.1
 _SPINS = 20_000  # how long an OpenMP thread waits awake, in turns of a loop: about .2 ms
 
@@ -64,6 +66,10 @@ class ServerFailed(TrtspecError):
     def __init__(self, problem: str, *, log: Path, fix: str | None = None) -> None:
         super().__init__(problem, where=str(log), fix=fix)
         self.log_tail = tail(log)
+
+
+class _Died(ServerFailed):
+    """It died while it was serving."""
 
 
 class LocalServer:
@@ -275,14 +281,30 @@ class LocalServer:
         Triton never restarts a model process that died or hangs, and goes on calling the model ready: it is loaded
         again here. Processes that are gone are noticed within seconds; for those that hang, every `probe_interval_s`
         the models that no traffic shows to be alive are asked with small real requests, which count in the metrics
-        like any other.
+        like any other. Triton itself is started again when it dies, as it may when a model's process is killed.
 
         Args:
-            say: told in one line when a model was loaded again.
+            say: told in one line when a model was loaded or the server was started again.
 
         Raises:
-            ServerFailed: the server died, or a model's process dies or hangs again and again.
+            ServerFailed: the server, or a model's process, dies or hangs again and again.
         """
+        deaths: list[float] = []
+        while True:
+            try:
+                self._watch(say)
+                return
+            except _Died as death:
+                now = time.monotonic()
+                deaths = [*(then for then in deaths if now - then < _RESTARTS_WITHIN_S), now]
+                if len(deaths) > _MAX_RESTARTS:
+                    raise
+                if not self._start_again():
+                    return
+                took = time.monotonic() - now
+                say(f"{death.problem}; it is started again, after {took:.1f} s (its log: {self._dead_log})")
+
+    def _watch(self, say: Callable[[str], None]) -> None:
         revivals: defaultdict[str, list[float]] = defaultdict(list)
         with Client(self.state.grpc_url, control_key=self.state.token) as client:
             signs = LifeSigns(
@@ -303,6 +325,24 @@ class LocalServer:
                         if model not in died_meanwhile:
                             self._revive_silent(client, signs, model, revivals[model], say)
                     looked = time.monotonic()
+
+    def _start_again(self) -> bool:
+        """Start a server that died once more, and wait until it answers; False if it is not wanted any more."""
+        os.replace(self.log, self._dead_log)
+        if read(self.state_dir) is None:  # `trtspec stop` came before
+            return False
+        self.start()
+        try:
+            self.wait_ready()
+        except ServerFailed:
+            if self._is_asked_to_stop():
+                return False
+            raise
+        return True
+
+    @property
+    def _dead_log(self) -> Path:
+        return self.state_dir / DEAD_LOG_FILE
 
     def _revive_dead(self, client: Client, revivals: Mapping[str, list[float]], say: Callable[[str], None]) -> set[str]:
         """Load models again whose processes are gone, unless that was meant; returns the models of these processes."""
@@ -401,21 +441,24 @@ class LocalServer:
         code = self._running_process().poll()
         if code is None:
             return False
-        recorded = read(self.state_dir)
-        asked = recorded is None or recorded.stopping  # `trtspec stop` marks the record, and removes it in the end
-        if code != 0 and not asked:
-            self._fail_dead("while it was serving")
+        if code != 0 and not self._is_asked_to_stop():
+            self._fail_dead("while it was serving", _Died)
         return True
+
+    def _is_asked_to_stop(self) -> bool:
+        """`trtspec stop` marks the record, and removes it in the end."""
+        recorded = read(self.state_dir)
+        return recorded is None or recorded.stopping
 
     def _require_alive(self, when: str) -> None:
         if self._running_process().poll() is not None:
             self._fail_dead(when)
 
-    def _fail_dead(self, when: str) -> NoReturn:
+    def _fail_dead(self, when: str, kind: type[ServerFailed] = ServerFailed) -> NoReturn:
         code = self._running_process().returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         cause = fault(self.log.read_text(encoding="utf-8", errors="replace"))
-        raise ServerFailed(f"the server {how} {when}" + (f": {cause}" if cause else ""), log=self.log)
+        raise kind(f"the server {how} {when}" + (f": {cause}" if cause else ""), log=self.log)
 
     def _arguments(self, backends: Path, token: str) -> list[str]:
         return [

@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -33,6 +33,7 @@ from trtspec.triton.check_engine import engine_faults
 from trtspec.triton.models.tensors import Inputs, Refused, split_word_list
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
+_ASK_S = 0.2  # from one question whether the client has left to the next: each is a round trip to the server process
 _NUMPY_DTYPES = {"FP32": np.float32, "FP16": np.float16}
 _LOOKAHEAD_SIZES = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -185,7 +186,7 @@ class TritonPythonModel:
         started_ns = time.time_ns()
         try:
             result = self._runtime.execute(
-                call, cancelled=lambda: stop.is_set() or request.is_cancelled(), announced=announced
+                call, cancelled=_seldom(request.is_cancelled, or_at_once=stop.is_set), announced=announced
             )
             exclude = inputs.flag("exclude_input_in_output", self._exclude_input)
             outputs = answer(call, result, inputs, exclude, (arrival_ns, started_ns, time.time_ns()))
@@ -206,6 +207,21 @@ class TritonPythonModel:
                 events.remove(stop)
                 if not events:
                     del self._running[request.request_id()]
+
+
+def _seldom(question: Callable[[], bool], or_at_once: Callable[[], bool]) -> Callable[[], bool]:
+    """The last answer to `question`, asked anew now and then; the second question is asked each time."""
+    asked_s, answer = time.monotonic(), False
+
+    def either() -> bool:
+        nonlocal asked_s, answer
+        if or_at_once():
+            return True
+        if not answer and time.monotonic() - asked_s > _ASK_S:
+            asked_s, answer = time.monotonic(), question()
+        return answer
+
+    return either
 
 
 def local_engine_dir(path: str, environment: Any) -> Path:
