@@ -268,7 +268,8 @@ class Crowd:
     def _next(self, one):
         one.began_s, one.drafted, one.passes = self.now_s, 0, 0
         one.length = self.choose(self.clients, one.running, max(0, min(MOST, one.left - 1)))
-        one.most_passes = 1 if one.length or (one.running and one.running.trial) else self.chunk
+        tries = one.running and one.running.trial
+        one.most_passes = 1 if one.length or (tries and self.clients == 1) else 4 if tries else self.chunk
 
 
 MACHINES = {  # seconds of a pass, of a token in it, of a draft step

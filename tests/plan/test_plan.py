@@ -580,3 +580,22 @@ def test_methods_with_other_models_than_what_was_measured_are_not_guessed(
     methods = {each["method"]: each for each in json.loads(run("--json", "-", *arguments, text=text).stdout)["methods"]}
     assert methods["draft_target"]["points"]
     assert methods["early_exit"]["points"] == [] and note in methods["early_exit"]["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("given", "batches", "warned"),
+    [
+        ((), "1,2", False),  # in step by default, in the torch runtime
+        (("serving.alternate_phases=false",), "1,2", True),
+        (("serving.alternate_phases=false",), "1", False),
+        (("serving.alternate_phases=false", "speculation.method=ngram"), "1,2", False),
+    ],
+)
+def test_requests_out_of_step_are_warned_of(
+    run: Callable[..., Result], small: str, laid_out: Spec, given: tuple[str, ...], batches: str, warned: bool
+) -> None:
+    settings = [word for each in given for word in ("--set", each)]
+    result = run("--batch", batches, "--json", "-", *settings, text=small)
+    assert result.exit_code == 0, result.output
+    warnings = json.loads(result.stdout)["warnings"]
+    assert any("serving.alternate_phases: true puts them in step" in warning for warning in warnings) is warned

@@ -1169,6 +1169,24 @@ def test_in_turns_no_draft_is_made_beside_a_verification(pipeline) -> None:
     assert min(most.values()) > 1
 
 
+def test_in_turns_what_decodes_plainly_waits_for_nobody(pipeline) -> None:
+    release, drafts = threading.Event(), threading.Event()
+
+    def draft(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        drafts.set()
+        assert release.wait(20)
+        return answering(A)(inputs)
+
+    model, _ = pipeline(answering(A), draft, alternate_phases="true", draft_timeout_s="20")
+    other = send(model)
+    assert drafts.wait(20)
+    plain = send(model, num_draft_tokens=0)
+    assert plain.done.wait(10) and not other.done.is_set()
+    release.set()
+    assert other.done.wait(20)
+    assert text(plain) == text(other) == b"a" * 12
+
+
 def test_in_turns_a_draft_that_is_too_late_holds_nobody_up(pipeline) -> None:
     release, hangs = threading.Event(), threading.Event()
 

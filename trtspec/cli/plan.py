@@ -231,7 +231,8 @@ def plan(
         demand=demand,
     )
     found = make_plan(spec, sizes, inputs.step_times(curves, gpu, network_gbps), traced or assumed, question)
-    found = replace(found, warnings=(*([unused] if unused else []), *remarks, *(curves.notes if curves else ())))
+    notes = [*([unused] if unused else []), *remarks, *(curves.notes if curves else ())]
+    found = replace(found, warnings=(*notes, *inputs.passes_not_shared(spec, question.batches)))
     _show(found, json_path, html_path)
     if apply_:
         _apply(found, config)

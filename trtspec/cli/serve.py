@@ -56,7 +56,8 @@ def serve(
     """Start the Triton server on the repository that `trtspec build CONFIG` wrote.
 
     With engine.runtime: tensorrt_llm this is the Triton container with TensorRT-LLM on a GPU host; elsewhere a stand-in
-    executes the checkpoints. Returns 0 after Ctrl-C or trtspec stop, 1 if the server does not start or dies.
+    executes the checkpoints. Returns 0 after Ctrl-C or trtspec stop, 1 if the server does not start or dies again and
+    again.
     """
     from trtspec.openai.process import DEFAULT_PORT
 

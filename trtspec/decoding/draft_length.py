@@ -266,7 +266,7 @@ class RunningAcceptance:
     """How a request's draft tokens fare, of late; made by `DraftLength.running`, one a request.
 
     Attributes:
-        trial: the length chosen last is only to find something out; without drafts one token is enough for that.
+        trial: the length chosen last is only to find something out; without drafts a few tokens are enough for that.
         probes: further cycles that will draft for that.
     """
 

@@ -5,7 +5,7 @@ Knows where measurements are kept and which of them belong to a spec. Does not k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from trtspec.errors import TrtspecError
@@ -157,6 +157,16 @@ def _trusted(spec: Spec) -> Callable[[Spec], None]:
             raise TrtspecError(f"not measured: the trace is of another {changed[0]}")
 
     return check
+
+
+def passes_not_shared(spec: Spec, batches: Sequence[int]) -> list[str]:
+    """A warning where a batch of the plan need not come about: whose requests draft and verify out of step."""
+    if max(batches) == 1 or len(spec.models) == 1 or spec.alternates_phases:
+        return []
+    return [
+        "batches of 2 and more are of requests in step; those that draft while others verify share fewer passes: "
+        "serving.alternate_phases: true puts them in step"
+    ]
 
 
 def assumed_rate(spec: Spec, rate: float) -> AssumedRate:

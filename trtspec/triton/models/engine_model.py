@@ -187,9 +187,9 @@ class EngineModel:
         return CallFailed(f"{self.name} did not answer within {self._timeout_s:g} s", "timeout")
 
     def _enter(self, token: object, request_id: str, requests: Sequence[EngineRequest]) -> None:
-        """Wait for the turn of calls that draft or verify; what decodes plainly shares the passes of either turn."""
-        verifies = any(request.draft_tokens is not None for request in requests)
-        if self._phases is not None and (self._phase == DRAFT or verifies):
+        """Wait for the turn of calls that draft or verify; a plain call of many passes takes none, and shares them."""
+        one_pass = any(request.draft_tokens is not None or request.max_new_tokens == 1 for request in requests)
+        if self._phases is not None and (self._phase == DRAFT or one_pass):
             self._phases.enter(self._phase, token, request_id)
 
     def _leave(self, token: object) -> None:

@@ -15,6 +15,9 @@ from trtspec_decoding.draft_length import DraftLength
 from .engine_model import EngineModel
 from .metrics import Metrics
 
+# Of a plain call that is to show what passes take that several requests share: its first one they may not.
+_TRIAL_TOKENS = 4
+
 
 class Load:
     """Texts under way in this process."""
@@ -68,7 +71,7 @@ class MeasuredPace(Pace):
         elif room and self._lengths and self._running:
             limit = self._lengths.choose(self._in_flight, self._running, room)
             if limit == 0 and self._running.trial:
-                generation.plain_limit = 1  # enough to learn what a plain pass takes
+                generation.plain_limit = 1 if self._in_flight == 1 else _TRIAL_TOKENS
         self._length = room if limit is None else limit
         return limit
 
