@@ -328,6 +328,7 @@ def endpoint(
     try:
         with Client(server.state.grpc_url) as client:
             until(client.ready, server.log.read_text)
+        until(lambda: "Started Metrics Service" in server.log.read_text(), server.log.read_text)  # the last to come
         yield Endpoint(server, triton)
     finally:
         triton.close()

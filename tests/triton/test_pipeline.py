@@ -1145,6 +1145,19 @@ def test_drafts_are_as_long_as_the_policy_says_unless_the_client_does(
     assert sent() == [3, 3, 3]
 
 
+def test_texts_that_wait_are_no_load(pipeline) -> None:
+    """Two are worked on, and cost what two cost; three more wait."""
+    lengths = {"draft_length_policy": "schedule", "draft_length_schedule": "1:0,2:2"}
+    model, triton = pipeline(answering(A), answering(A), max_concurrency="2", **lengths)
+    assert text(ask(model)) == b"a" * 12
+    assert not any("draft_input_ids" in inputs for _, inputs in triton.calls)
+    requests = [send(model, max_tokens=60) for _ in range(5)]
+    for request in requests:
+        assert request.done.wait(20) and text(request) == b"a" * 60
+    verified = [inputs["draft_input_ids"].shape[1] for _, inputs in triton.calls if "draft_input_ids" in inputs]
+    assert len(verified) > 20 and set(verified) <= {1, 2}
+
+
 def test_in_turns_no_draft_is_made_beside_a_verification(pipeline) -> None:
     lock, inside, mixed, most = threading.Lock(), {"draft": 0, "target": 0}, [], {"draft": 0, "target": 0}
 
@@ -1185,6 +1198,27 @@ def test_in_turns_what_decodes_plainly_waits_for_nobody(pipeline) -> None:
     release.set()
     assert other.done.wait(20)
     assert text(plain) == text(other) == b"a" * 12
+
+
+@pytest.mark.parametrize("length", [150, 20])
+def test_in_turns_who_reads_a_long_prompt_holds_nobody_up(pipeline, length: int) -> None:
+    """A short one is waited for."""
+    release, reads = threading.Event(), threading.Event()
+
+    def draft(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if length <= inputs["input_ids"].shape[1] < length + 5:
+            reads.set()
+            assert release.wait(20)
+        return answering(A)(inputs)
+
+    model, _ = pipeline(answering(A), draft, alternate_phases="true", draft_timeout_s="20")
+    reader = send(model, text_input="b" * length)
+    assert reads.wait(20)
+    other = send(model, text_input="b")
+    assert other.done.wait(10 if length > 128 else 0.5) is (length > 128)
+    release.set()
+    for request in (reader, other):
+        assert request.done.wait(20) and text(request) == b"a" * 12
 
 
 def test_in_turns_a_draft_that_is_too_late_holds_nobody_up(pipeline) -> None:

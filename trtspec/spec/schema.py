@@ -463,7 +463,7 @@ class DraftLength(Section):
     schedule: Annotated[dict[int, Annotated[int, Field(ge=0)]], BeforeValidator(_loads)] = Field(
         default_factory=dict, validate_default=True
     )
-    """Most draft tokens for up to so many requests in flight, such as {4: 4, 8: 2, 16: 0}; 0 beyond the last. Kept but
+    """Most draft tokens for up to so many requests worked on, such as {4: 4, 8: 2, 16: 0}; 0 beyond the last. Kept but
     unused with another policy."""
     token_cost: Annotated[dict[int, Annotated[float, Field(ge=0)]], BeforeValidator(_loads)] | None = None
     """With adaptive: time that one more draft token adds, drafted and verified, as part of the time of a plain pass of

@@ -57,7 +57,7 @@ class TritonPythonModel:
             skip_special_tokens=settings.skip_special_tokens,
         )
         self._continuation_ids = continuation_ids(self._tokenization.token_to_id)
-        self._watch, self._departures, self.load = Watch(), Departures(), Load()
+        self._watch, self._departures, self.load = Watch(), Departures(), Load(settings.max_concurrency)
         self._counts_passes = settings.method not in IN_ENGINE  # else several tokens come out of a pass, unseen here
         self.metrics = Metrics(
             args["model_name"], max_draft_len=settings.max_draft_len, counts_passes=self._counts_passes

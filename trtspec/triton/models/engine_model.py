@@ -31,6 +31,7 @@ _LOGITS_DTYPES = {"FP32": np.float32, "FP16": np.float16}
 _NO_DRAFTS = np.zeros(0, dtype=np.int32)
 _KV_BLOCKS = ("kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks")
 _MAX_DOUBLINGS = 3
+_LONG = 128  # tokens that an engine has yet to read; such a call would hold up the phase of all others
 _MISSING = ("is not ready", "is not found", "unknown model", "not available")
 
 
@@ -44,6 +45,15 @@ class CallFailed(EngineError):
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class _Read:
+    """How much of a request's context an engine has read."""
+
+    __slots__ = ("tokens",)
+
+    def __init__(self) -> None:
+        self.tokens = 0
 
 
 class EngineModel:
@@ -101,17 +111,17 @@ class EngineModel:
 
         A call that takes too long never returns to the thread that made it: `rescue` is given the error in another one.
         """
-        return partial(self._call, request_id, rescue)
+        return partial(self._call, request_id, rescue, _Read())
 
     def for_several(self, request_id: str, rescue: Rescue) -> Callable[[Sequence[EngineRequest]], list[EngineResult]]:
         """The `EngineCalls` of one generation: all calls are under way before the first answer is waited for."""
-        return partial(self._call_several, request_id, rescue)
+        return partial(self._call_several, request_id, rescue, _Read())
 
     def close(self) -> None:
         """Take no further calls."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _call(self, request_id: str, rescue: Rescue, request: EngineRequest) -> EngineResult:
+    def _call(self, request_id: str, rescue: Rescue, read: _Read, request: EngineRequest) -> EngineResult:
         """Run one request to its end.
 
         Raises:
@@ -126,7 +136,7 @@ class EngineModel:
             self._leave(token)
             rescue(self._too_late())
 
-        self._enter(token, request_id, [request])
+        self._enter(token, request_id, read, [request])
         try:
             response = self._watch.call(partial(self._answered, call), self._timeout_s, too_late)
             result = self._result(request, response)
@@ -138,12 +148,14 @@ class EngineModel:
         finally:
             self._leave(token)
 
-    def _call_several(self, request_id: str, rescue: Rescue, requests: Sequence[EngineRequest]) -> list[EngineResult]:
+    def _call_several(
+        self, request_id: str, rescue: Rescue, read: _Read, requests: Sequence[EngineRequest]
+    ) -> list[EngineResult]:
         if len(requests) == 1:
-            return [self._call(request_id, rescue, requests[0])]
+            return [self._call(request_id, rescue, read, requests[0])]
         began = self._require_rested()
         token = object()
-        self._enter(token, request_id, requests)
+        self._enter(token, request_id, read, requests)
         waiting = []
         try:
             for number, request in enumerate(requests):  # an engine tells requests apart by their ids
@@ -186,10 +198,15 @@ class EngineModel:
     def _too_late(self) -> CallFailed:
         return CallFailed(f"{self.name} did not answer within {self._timeout_s:g} s", "timeout")
 
-    def _enter(self, token: object, request_id: str, requests: Sequence[EngineRequest]) -> None:
-        """Wait for the turn of calls that draft or verify; a plain call of many passes takes none, and shares them."""
+    def _enter(self, token: object, request_id: str, read: _Read, requests: Sequence[EngineRequest]) -> None:
+        """Wait for the turn of calls that draft or verify.
+
+        Plain calls of many passes and those that read a long text take no turn, since all others would wait for them.
+        """
+        length = max(len(request.input_ids) for request in requests)
+        unread, read.tokens = length - read.tokens, length
         one_pass = any(request.draft_tokens is not None or request.max_new_tokens == 1 for request in requests)
-        if self._phases is not None and (self._phase == DRAFT or one_pass):
+        if self._phases is not None and unread <= _LONG and (self._phase == DRAFT or one_pass):
             self._phases.enter(self._phase, token, request_id)
 
     def _leave(self, token: object) -> None:

@@ -20,16 +20,26 @@ _TRIAL_TOKENS = 4
 
 
 class Load:
-    """Texts under way in this process."""
+    """Texts in this process, those that wait included.
 
-    def __init__(self) -> None:
-        self.in_flight = 0
+    Args:
+        most: that are worked on at the same time.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._number = 0
         self._lock = threading.Lock()
+
+    @property
+    def in_flight(self) -> int:
+        """Texts that engines may be called for now: what they cost does not depend on those that wait."""
+        return min(self._number, self._most)
 
     def add(self, number: int) -> None:
         """So many more; fewer, if it is negative."""
         with self._lock:
-            self.in_flight += number
+            self._number += number
 
 
 class MeasuredPace(Pace):
