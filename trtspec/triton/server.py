@@ -328,7 +328,8 @@ class LocalServer:
 
     def _start_again(self) -> bool:
         """Start a server that died once more, and wait until it answers; False if it is not wanted any more."""
-        os.replace(self.log, self._dead_log)
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(self.log, self._dead_log)
         if read(self.state_dir) is None:  # `trtspec stop` came before
             return False
         self.start()
