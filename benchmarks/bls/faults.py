@@ -141,6 +141,8 @@ def judge(after: Aftermath) -> list[Finding]:
     waiting = {model: count for model, count in after.pending.items() if count}
     miscounted = [] if after.restarts else miscounts(clients, after.counted)
     anew = f"since the last restart: {_shown(after.counted)}; not comparable" if after.restarts else ""
+    # A restart brings the draft back too, before or after its own revival.
+    brought_back = after.kills - after.restarts <= after.revivals <= after.kills
     example = f", such as {after.wrong[0].ask}: {after.wrong[0].text!r}" if after.wrong else ""
     answered = _num_answered(after.outcomes)
     return [
@@ -163,7 +165,7 @@ def judge(after: Aftermath) -> list[Finding]:
             "draft comes back",
             f"{after.kills} kills, {after.revivals} revivals, {after.drafted} tokens drafted afterwards"
             + (f"; the supervisor gave up: {after.supervisor}" if after.supervisor else ""),
-            bool(after.drafted) and after.revivals + after.restarts >= after.kills and not after.supervisor,
+            bool(after.drafted) and brought_back and not after.supervisor,
         ),
     ]
 

@@ -168,6 +168,7 @@ GOOD: dict[str, Any] = {
         ({"drafted": 0}, {"draft comes back"}),
         ({"drafted": None}, {"draft comes back"}),
         ({"revivals": 1}, {"draft comes back"}),
+        ({"revivals": 3}, {"draft comes back"}),
         ({"revivals": 1, "restarts": 1, "counted": {"stop": 1}}, set()),
         ({"revivals": 0, "restarts": 1}, {"draft comes back"}),
         ({"restarts": 1, "kinds": ("stop", "refused", "left", "lost")}, set()),

@@ -166,6 +166,7 @@ def test_a_server_that_dies_and_cannot_be_started_again_ends_it_with_the_end_of_
     assert error.startswith(
         f"error: {state.log}: the server ended with code 1 while it was starting: model tensorrt_llm_b"
     )
+    assert "a_missing_module" in error
     assert log and all(line.startswith("  ") for line in log) and "failed to load all models" in log[-1]
     assert leftovers(state) == [] and running(state_dir(built)) is None
 

@@ -589,6 +589,8 @@ def test_methods_with_other_models_than_what_was_measured_are_not_guessed(
         (("serving.alternate_phases=false",), "1,2", True),
         (("serving.alternate_phases=false",), "1", False),
         (("serving.alternate_phases=false", "speculation.method=ngram"), "1,2", False),
+        (("engine.runtime=tensorrt_llm", "hardware.gpu=H200"), "1,2", True),
+        (("engine.runtime=tensorrt_llm", "hardware.gpu=H200", "engine.track=llmapi"), "1,2", False),
     ],
 )
 def test_requests_out_of_step_are_warned_of(

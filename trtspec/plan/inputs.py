@@ -160,8 +160,11 @@ def _trusted(spec: Spec) -> Callable[[Spec], None]:
 
 
 def passes_not_shared(spec: Spec, batches: Sequence[int]) -> list[str]:
-    """A warning where a batch of the plan need not come about: whose requests draft and verify out of step."""
-    if max(batches) == 1 or len(spec.models) == 1 or spec.alternates_phases:
+    """A warning where a batch of the plan need not come about: whose requests draft and verify out of step.
+
+    The LLM API drafts and verifies all requests in one loop.
+    """
+    if max(batches) == 1 or len(spec.models) == 1 or spec.alternates_phases or spec.engine.track == "llmapi":
         return []
     return [
         "batches of 2 and more are of requests in step; those that draft while others verify share fewer passes: "

@@ -467,7 +467,7 @@ class DraftLength(Section):
     unused with another policy."""
     token_cost: Annotated[dict[int, Annotated[float, Field(ge=0)]], BeforeValidator(_loads)] | None = None
     """With adaptive: time that one more draft token adds, drafted and verified, as part of the time of a plain pass of
-    the target, by requests in flight, such as {1: 0.2, 16: 1.1}; unset is measured while serving."""
+    the target, by requests worked on, such as {1: 0.2, 16: 1.1}; unset is measured while serving."""
 
     @field_validator("schedule")
     @classmethod
